@@ -135,7 +135,8 @@ def find_records(place: str) -> list[Record]:
         ConfigError: results of several checkpoints, and none is named.
         DataError: like `read_records`.
     """
-    path, bracket, _ = place.partition(" (")
+    path, bracket, _ = place.rpartition(" (slots ")
+    path = path or place
     records = read_records([path if bracket and not Path(place).exists() else place])
     names = list(dict.fromkeys(record.checkpoint for record in records))
     if len(names) == 1 and not bracket:
@@ -218,6 +219,8 @@ def no_results(place: Path) -> str:
     """Return why a path has no results, and what to do."""
     if not place.exists():
         return f"no such folder; {suggest_path(place)}"
+    if place.name.startswith("step-") or not (place / "config.yaml").is_file():
+        return f"no results. Give a folder with results.jsonl, as `sparo eval {place} --results FOLDER` writes it"
     return (
         f"no results. Give a folder with results.jsonl, or the folder of a run that was scored. Training "
         f"scores eval.tasks when it ends; `sparo eval {place}` at any time"

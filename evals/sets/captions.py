@@ -86,7 +86,15 @@ class SugarCrepeSet(FileSet):
                 )
             data = path.read_bytes()
             sums[split] = hashlib.sha256(data).hexdigest()[:16]
-            for key, item in parse_json(data.decode("utf-8", "replace"), str(path), dict, DataError).items():
+            try:
+                text = data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}: expected UTF-8, got the byte {data[error.start]:#x}. Fetch the file again."
+                ) from None
+            if not (items := parse_json(text, str(path), dict, DataError)):
+                raise DataError(f"{path}: contains no pairs of captions. Fetch the file again.")
+            for key, item in items.items():
                 names = ("filename", "caption", "negative_caption")
                 texts: list[Any] = [item.get(name) for name in names] if isinstance(item, dict) else []
                 if not texts or not all(isinstance(text, str) for text in texts):

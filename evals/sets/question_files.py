@@ -43,12 +43,13 @@ def open_valse(root: Path) -> QuestionSet:
         DataError: none of the eleven files exists, or one has another format.
     """
     items: list[Item] = []
+    missing: list[str] = []
     for name, folder in VALSE.items():
+        count = len(items)
         path = _first_file(root / f"{name}.json", root / "data" / f"{name}.json")
-        if path is None:
-            continue
-        images = name if (root / name).is_dir() else folder
-        for key, row in parse_json(read_text(path, DataError), str(path), dict, DataError).items():
+        rows = {} if path is None else parse_json(read_text(path, DataError), str(path), dict, DataError)
+        images = ""
+        for key, row in rows.items():
             try:
                 valid = row["mturk"]["caption"] >= _VOTES
                 image, caption, foil = (str(row[word]) for word in ("image_file", "caption", "foil"))
@@ -56,11 +57,18 @@ def open_valse(root: Path) -> QuestionSet:
                 raise DataError(
                     f"{path}: item {key}: does not have the form of VALSE ({error!r}). Fetch the file again."
                 ) from None
+            if not images:  # root/plurals exists in both layouts, because its folder of the scripts is below it
+                images = name if (root / name / image).is_file() else folder
             if valid:
                 items.append(Item((ImageRef(f"{images}/{image}"),), (caption, foil), name, str(key)))
+        if len(items) == count:
+            missing.append(name)
     if not items:
         raise DataError(f"{root}: has none of VALSE's files, such as existence.json. Copy VALSE's folder `data` here.")
-    return QuestionSet(root, items, root)
+    found = QuestionSet(root, items, root)
+    if missing:
+        found.incomplete = f"{len(missing)} of {len(VALSE)} instruments are missing: {', '.join(missing)}"
+    return found
 
 
 def open_whatsup(root: Path, columns: TableColumns | None) -> QuestionSet:

@@ -80,6 +80,7 @@ class QuestionSet(FileSet):
 
     shares_images = True
     skipped = 0  # questions whose images do not exist
+    incomplete = ""  # which parts of a published set are missing, in words
 
     def __init__(self, root: Path, items: Sequence[Item], where: object):
         if not items:

@@ -281,6 +281,8 @@ def _describe_presence(listed: DatasetEntry, source: EvalSet) -> Presence:
             return Presence("intact", notes[0])
         if source.version == "not published data":
             return Presence("odd", "the JSON files are not the published ones (SHA-256)")
+    if isinstance(source, QuestionSet) and source.incomplete:
+        return Presence("odd", source.incomplete)
     if isinstance(source, QuestionSet) and listed.questions not in (None, len(source.questions)):
         return Presence("odd", f"{len(source.questions):,} questions instead of {listed.questions:,}")
     if listed.n not in (None, len(source)):

@@ -237,6 +237,8 @@ def evaluate_checkpoint(
             write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
         except OSError as error:
             logger.warning(f"{checkpoint}/evals/latest.json: could not be written ({error})")
+    if folder is None and how.write_to_run and results and ranks.rank == 0:
+        logger.info(f"{encoder.label}: scores are not stored. To compare them later, add --results FOLDER.")
     failed += write_errors
     for error in failed[:-1]:
         logger.warning(f"a task failed: {error}")

@@ -74,7 +74,15 @@ def _with_gpu_check(program: Callable[[list[str]], Any]) -> Callable[[list[str]]
     return run
 
 
-def _record_end(records: Records, attempt_info: dict[str, Any], rank: int, code: int, error: Exception | None) -> None:
+def _record_end(*arguments: Any) -> None:
+    """Record the end of this start. A full disk must not hide the error that ended it."""
+    try:
+        _write_end(*arguments)
+    except OSError as error:
+        print(f"the end of this job could not be recorded: {error}", file=sys.stderr)
+
+
+def _write_end(records: Records, attempt_info: dict[str, Any], rank: int, code: int, error: Exception | None) -> None:
     reason = "finished" if code == 0 else f"code {code}"
     if isinstance(error, StoppedError):
         reason = error.signal

@@ -28,7 +28,7 @@ from .clusters import ClusterConfig
 from .job import Element
 from .local_jobs import local_alive
 from .plan import LaunchPlan
-from .records import Records, launch_lock
+from .records import Records, launch_lock, sweep_runs
 from .slurm import states
 from .snapshot import Snapshot, take_snapshot
 from .submit import submit
@@ -69,8 +69,6 @@ def launch_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep
             refuse_busy(run.folder)
             # Check all runs first, because half of a sweep in the queue is worse than none.
             RunDir(run.folder).refuse_changes(run)
-        if home == sweep and len(runs) > 1:
-            record_sweep(home, [os.path.relpath(run.folder, home.parent) for run in runs])
         remaining = [run for run in runs if len(runs) == 1 or not Records(run.folder).is_finished()]
         for run in runs:
             if run not in remaining:
@@ -84,6 +82,8 @@ def launch_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep
             for path in fresh:
                 path.unlink(missing_ok=True)
             raise
+        if home == sweep and len(runs) > 1:
+            record_sweep(home, [os.path.relpath(run.folder, home.parent) for run in runs])
     if launch_options.cluster.kind == "allocation":
         run_in_allocation(launch_options.cluster, elements, code.path)
     return [(run.folder, job) for run, job in zip(remaining, jobs, strict=True)]
@@ -212,7 +212,7 @@ def after_jobs(folders: Sequence[Path]) -> str | None:
         ConfigError: a folder without a job, or whose job failed.
     """
     waiting = []
-    for folder in folders:
+    for folder in [run for place in folders for run in sweep_runs(place) or [place]]:
         last = Records(folder).last_submission()
         if last is None:
             raise ConfigError(f"--after {folder}: no job was submitted there")

@@ -21,6 +21,7 @@ from typing import Any
 from sparo_train.core.disk.checkpoint_store import CheckpointStore
 from sparo_train.core.disk.metrics import read
 from sparo_train.core.errors import ConfigError
+from sparo_train.core.files import read_json
 from sparo_train.core.world import whole_number
 
 _REQUIRED_FIELDS: dict[str, dict[str, type]] = {
@@ -120,6 +121,18 @@ class Records:
         if not isinstance(cluster.get("kind"), str) or not all(isinstance(job, str) for job in line["jobs"]):
             return None
         return {"logs": str(self.jobs), **line, "cluster": cluster}
+
+
+def sweep_runs(folder: Path) -> list[Path]:
+    """Return the runs of a sweep's folder, in the order of the sweep; empty for other folders."""
+    path = folder / SWEEP_FILE
+    if not path.is_file():
+        return []
+    names = read_json(path, dict).get("runs")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: lacks the list `runs`. Name the run folders instead of the sweep's folder.")
+    own = [folder] if (folder / "config.yaml").is_file() else []  # a run that has the name of a sweep
+    return [*own, *(folder.parent / name for name in names)]
 
 
 def _belongs_to(job: str, job_or_array: str) -> bool:

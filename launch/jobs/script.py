@@ -125,9 +125,18 @@ def lines_before(
     path = f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     # Without the last one, `python -m` would search the folder of the launch, perhaps a checkout, before the snapshot.
     return [
-        *cluster.setup, *exports, path, "export PYTHONSAFEPATH=1", *_MEET.splitlines(), *requeue_lines(jobs, cluster.exclude, restarts),
+        *_setup_lines(cluster), *exports, path, "export PYTHONSAFEPATH=1", *_MEET.splitlines(), *requeue_lines(jobs, cluster.exclude, restarts),
         *_test_lines(cluster, python, jobs, cwd),
     ]  # fmt: skip
+
+
+def _setup_lines(cluster: ClusterConfig) -> list[str]:
+    """Return the cluster's `setup`, and a message if it ends the job: otherwise, no log would say why."""
+    if not cluster.setup:
+        return []
+    # A variable instead of `trap - EXIT`, which would remove a trap that the setup itself has set.
+    trap = """trap 'code=$?; [ -z "${SPARO_SETUP:-}" ] || echo "setup: ended the job with exit code $code" >&2' EXIT"""
+    return ["SPARO_SETUP=1", trap, *cluster.setup, "unset SPARO_SETUP"]
 
 
 def requeue_lines(jobs: Path, exclude: str | None, restarts: bool = True) -> list[str]:

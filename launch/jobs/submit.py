@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from .slurm import (
     retry_while_away,
     without_configuration,
 )
+
+logger = logging.getLogger(__name__)
 
 _PATIENCE = 180.0  # seconds that SLURM's controller may be down while we submit
 # Messages with which sbatch refuses, and the remedy.
@@ -110,6 +113,13 @@ def submit(
             try:
                 with environment({}):
                     job_ids.extend(job.job_id for job in executor.submit_array(calls))
+            except KeyboardInterrupt:
+                # sbatch may have submitted the job before it ended.
+                logger.warning(
+                    "interrupted during the submission, so a job may be queued that the run folder does not know. `squeue --me` lists "
+                    "it; cancel it with scancel before you launch again."
+                )
+                raise
             except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
                 raise _submission_error(str(error)) from None
         return ""
@@ -128,6 +138,10 @@ def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code
         def affinity(cls) -> int:
             return 2
 
+    if "%" in str(jobs):
+        raise ConfigError(
+            f"{jobs}: contains %, which SLURM replaces in the names of log files. Choose a folder without % (name=, out= or --name)."
+        )
     torchrun = cluster.starter == "torchrun"
     executor = Executor(folder=jobs, max_num_timeout=10**9, python=cluster.python)
     executor.update_parameters(

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.files import read_json
 
 from ..jobs.allocation import is_training
 from ..jobs.local_jobs import local_alive
-from ..jobs.records import SWEEP_FILE, Records
+from ..jobs.records import Records, sweep_runs
 from ..jobs.slurm import JobState
 
 
@@ -31,7 +30,9 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     """
     runs: list[Path] = []
     for folder in folders:
-        runs += _sweep_runs(folder) or [folder]
+        swept = sweep_runs(folder)
+        # Runs of a launch that SLURM refused have no job; those of later launches have.
+        runs += [run for run in swept if Records(run).last_submission() is not None] or swept or [folder]
     for folder in runs:
         if Records(folder).last_submission() is None:
             others = ", ".join(str(path) for path in launched_folders(folder if folder.is_dir() else Path("runs"))[-8:])
@@ -39,17 +40,6 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
                 f"{folder}: no job was submitted there{'; folders with jobs: ' + others if others else ''}"
             )
     return list(dict.fromkeys(runs))
-
-
-def _sweep_runs(folder: Path) -> list[Path]:
-    path = folder / SWEEP_FILE
-    if not path.is_file():
-        return []
-    names = read_json(path, dict).get("runs")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: lacks the list `runs`. Name the run folders instead of the sweep's folder.")
-    own = [folder] if (folder / "config.yaml").is_file() else []  # a run that has the name of a sweep
-    return [*own, *(folder.parent / name for name in names)]
 
 
 def open_jobs(folder: Path, submission: Mapping[str, Any], slurm_states: Mapping[str, JobState]) -> list[str]:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from ..jobs.records import RESTART_LIMIT, Records
 
 # Lines of SLURM about the end of a step, after the line that says why.
-_NOISE = re.compile(r"^(slurmstepd|srun: (error: .*(Exited with exit code|Terminated|Killed)|Job step|Force|Terminat))")
+_NOISE = re.compile(
+    r"^(slurmstepd|srun: (error: .*(Exited with exit code|Terminated|Killed)|Job step|Force|Terminat|launch/))|^Try \"srun --help\""
+)
 
 
 class LogSource(NamedTuple):

@@ -67,8 +67,9 @@ def resubmit(folders: Sequence[Path], options: Sequence[str], force: bool = Fals
 def _refuse(folder: Path, force: bool) -> None:
     refuse_busy(folder)
     if not force and not (folder / "plan.json").exists() and Records(folder).is_finished():
+        step = Records(folder).heartbeat().get("step", Records(folder).step())
         raise ConfigError(
-            f"{folder}: training finished at step {Records(folder).step()}. Pass --force to submit the run again, or continue "
+            f"{folder}: training finished at step {step}. Pass --force to submit the run again, or continue "
             "in a new run (docs/guides/resume.md)."
         )
     if _newest(folder)["cluster"]["kind"] == "allocation":

@@ -248,7 +248,9 @@ def negbench(root: Path, rows: int = 12) -> Path:
 def valse(root: Path) -> Path:
     folder = root / "valse"
     (folder / "data").mkdir(parents=True)
-    for place, (name, images) in enumerate({"existence": "visual7w/images", "plurals": "plurals"}.items()):
+    for place, (name, images) in enumerate(
+        {"existence": "visual7w/images", "plurals": "plurals/test_images", "relations": "relations"}.items()
+    ):
         rows = {}
         for i in range(9):
             picture(folder / images / f"v7w_{i}.jpg", 30 * place + i)

@@ -13,6 +13,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from evals.feature_store.features import FeatureStore
+from evals.sets.question_files import open_valse
 from evals.suite import catalogue
 from evals.suite.suite import Suite
 from tests.helpers import compositional as made
@@ -219,14 +220,20 @@ def test_negbench(root, scored, similarity):
 
 def test_valse_whatsup_and_crepe(root, scored, similarity):
     folder, accuracy = root / "valse", {}
-    for name, images in {"existence": "visual7w/images", "plurals": "plurals"}.items():
+    for name, images in {
+        "existence": "visual7w/images",
+        "plurals": "plurals/test_images",
+        "relations": "relations",
+    }.items():
         foils = json.loads((folder / f"data/{name}.json").read_text())
         accuracy[name] = np.mean([
             similarity(folder / images / foil["image_file"], foil["caption"]) > similarity(folder / images / foil["image_file"], foil["foil"])
             for foil in foils.values() if foil["mturk"]["caption"] >= 2
         ])  # fmt: skip
     found = scored["valse"]
-    assert found.value == pytest.approx(np.mean(list(accuracy.values()))) and found.n == 12
+    assert found.value == pytest.approx(np.mean(list(accuracy.values()))) and found.n == 18
+    incomplete = open_valse(root / "valse").incomplete
+    assert incomplete.startswith("8 of 11 instruments are missing: counting-hard, counting-small-quant,")
     folder, correct = root / "whatsup", {}
     for row in json.loads((folder / "controlled_images_dataset.json").read_text()):
         image = folder / row["image_path"].removeprefix("data/")

@@ -18,10 +18,25 @@ from launch.jobs.submit import _submission_error
 def test_values_reach_the_batch_script_as_they_are():
     cluster = ClusterConfig(setup=("module load x",), environment={"A": "it's $HOME; rm"})
     lines = lines_before(cluster, "python", Path("/runs/a b/code"), Path("/runs/a b/jobs"), Path("/runs"))
-    script = "\n".join([*lines[1:3], 'printf "%s|%s" "$A" "$PYTHONPATH"'])
+    script = "\n".join([*lines[4:6], 'printf "%s|%s" "$A" "$PYTHONPATH"'])
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": "/old"}
     out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=True).stdout
-    assert out == "it's $HOME; rm|/runs/a b/code:/old" and lines[0] == "module load x"
+    assert out == "it's $HOME; rm|/runs/a b/code:/old" and lines[2] == "module load x"
+
+
+@pytest.mark.parametrize(
+    ("setup", "code", "message"),
+    [
+        ("exit 3", 3, "setup: ended the job with exit code 3\n"),
+        ("true", 5, ""),
+        ("trap 'echo own >&2' EXIT", 5, "own\n"),
+    ],
+)
+def test_a_setup_that_ends_the_job_says_so(setup, code, message):
+    lines = lines_before(ClusterConfig(setup=(setup,)), "python", Path("/code"), Path("/jobs"), Path("/runs"))
+    script = "\n".join([*lines[: lines.index("unset SPARO_SETUP") + 1], "exit 5"])
+    done = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, message)
 
 
 def test_names_in_paths_are_not_replaced_in_the_script():

@@ -59,6 +59,10 @@ def test_a_sweep_lists_its_runs_in_order(tmp_path, queue):
     assert [folder.name for folder in run_folders([tmp_path / "lr"])] == names
     queue |= {"7_0": JobState("COMPLETED"), "7_1": JobState("RUNNING", "", "n1", "1:00"), "7_2": JobState("FAILED"),
               "7_3": JobState("PENDING", "Resources: waits", "", "0:00", "2026-11-28T10:00:00")}  # fmt: skip
+    record_sweep(tmp_path / "lr", [*names, "refused"])  # by SLURM
+    assert [folder.name for folder in run_folders([tmp_path / "lr"])] == names
+    with pytest.raises(ConfigError, match=r"refused: no job was submitted there"):
+        run_folders([tmp_path / "refused"])
     found = statuses([tmp_path / "lr"])
     assert [(s.running, s.active, s.failed) for s in found] == [
         (False, False, False), (True, True, False), (False, False, True), (False, True, False),
@@ -141,6 +145,10 @@ def test_failures_before_python_are_shown(tmp_path, queue):
     (tmp_path / "run/jobs/7_0_log.err").write_text(f"bash: line 3: module: command not found\n{noise}\n")
     assert statuses([tmp_path / "run"])[0].reason == "n[1-2]: bash: line 3: module: command not found (7_0_log.err)"
     assert last_error_line(records.last_submission()) == "bash: line 3: module: command not found (7_0_log.err)"
+    (tmp_path / "run/jobs/7_0_log.err").write_text(
+        "ModuleNotFoundError: No module named 'pydantic'\nsrun: launch/slurm: _step_signal: Terminating StepId=7.1\n"
+    )
+    assert last_error_line(records.last_submission()).startswith("ModuleNotFoundError: No module named 'pydantic'")
     (tmp_path / "run/jobs/.7.nodes").write_text(
         "n1\tthe run folder is not there: /x\nn2\tthe run folder is not there: /x\n"
     )
@@ -251,7 +259,7 @@ def test_a_finished_run_is_resubmitted_only_by_force(tmp_path, monkeypatch):
     (tmp_path / "run/heartbeat.json").write_text('{"step": 3, "total": 9, "phase": "stop_after_steps"}')
     assert resubmit([tmp_path / "run"], [])[0].jobs == ["8"]  # it can continue
     (tmp_path / "run/heartbeat.json").write_text('{"step": 9, "total": 9, "phase": "finished"}')
-    with pytest.raises(ConfigError, match=r"training finished at step 0\. Pass --force"):
+    with pytest.raises(ConfigError, match=r"training finished at step 9\. Pass --force"):
         resubmit([tmp_path / "run"], [])
     assert resubmit([tmp_path / "run"], [], force=True)[0].jobs == ["8"] and len(chosen) == 2
     submitted(tmp_path / "other", "999998", cluster=cluster, code=str(tmp_path / "gone"), cwd=str(tmp_path), name="x")

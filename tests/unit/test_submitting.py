@@ -95,6 +95,8 @@ def test_wckeys_are_sent_and_reserved_arguments_are_refused(recorded):
 def test_arguments_of_sbatch_that_sparo_sets_are_refused(recorded, words, message):
     with pytest.raises(ConfigError, match=message):
         submit(load_cluster("slurm", words), [Element((), "x")], recorded / "jobs", "x", recorded, None, None)
+    with pytest.raises(ConfigError, match=r"r%j/jobs: contains %, which SLURM replaces in the names of log files"):
+        submit(load_cluster("slurm"), [Element((), "x")], recorded / "r%j/jobs", "x", recorded, None, None)
 
 
 def test_other_arguments_of_sbatch_are_lines_of_the_script(recorded):
