@@ -42,7 +42,10 @@ def perform(arguments: Sequence[str], folder: str, limits: RestartLimits) -> int
     if error is not None and not isinstance(error, SparoError):
         traceback.print_exception(error)
     if _may_write(Path(folder), start_time) and not isinstance(error, SupersededError):
-        _record_end(records, attempt_info, rank, code, error)
+        try:
+            _record_end(records, attempt_info, rank, code, error)
+        except OSError as problem:  # a full disk must not hide the error that ended this start
+            console.print_line(f"the end of this job could not be recorded: {problem}")
     again = "SUBMITIT_LOCAL_JOB_ID" in os.environ and isinstance(error, StoppedError) and error.signal == "SIGUSR2"
     if again:
         return LOCAL_AGAIN
@@ -74,15 +77,12 @@ def _with_gpu_check(program: Callable[[list[str]], Any]) -> Callable[[list[str]]
     return run
 
 
-def _record_end(*arguments: Any) -> None:
-    """Record the end of this start. A full disk must not hide the error that ended it."""
-    try:
-        _write_end(*arguments)
-    except OSError as error:
-        print(f"the end of this job could not be recorded: {error}", file=sys.stderr)
-
-
-def _write_end(records: Records, attempt_info: dict[str, Any], rank: int, code: int, error: Exception | None) -> None:
+def _record_end(records: Records, attempt_info: dict[str, Any], rank: int, code: int, error: Exception | None) -> None:
+    # A mark for the batch script, first, because it must not be lost: the other ranks were fine, and end without a message.
+    if isinstance(error, LostRankError):
+        mark("lost")
+    elif code and not isinstance(error, StoppedError):
+        mark("failed")
     reason = "finished" if code == 0 else f"code {code}"
     if isinstance(error, StoppedError):
         reason = error.signal
@@ -93,11 +93,6 @@ def _write_end(records: Records, attempt_info: dict[str, Any], rank: int, code: 
             records.add(
                 "failures", {**attempt_info, "rank": rank, "code": code, "kind": kind, "message": str(error)[:2000]}
             )
-    # A mark for the batch script: the other ranks were fine, and end without a message.
-    if isinstance(error, LostRankError):
-        mark("lost")
-    elif code and not isinstance(error, StoppedError):
-        mark("failed")
     if rank == 0:
         records.add("starts", {**attempt_info, "end": code, "reason": reason, "step": records.step()})
 
