@@ -12,7 +12,7 @@ from typing import Any
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.files import whole_file
 from sparo_train.data.decode.decoding import open_picture
-from sparo_train.data.examples.samples import image_bytes, list_captions
+from sparo_train.data.examples.samples import image_bytes, list_captions, parse_list
 from sparo_train.data.sources.base import Source
 
 from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part, replace_surrogates, write_dataset
@@ -75,7 +75,7 @@ def _captioned_image(fields: dict[str, bytes], source: Source) -> CaptionedImage
 def _is_list(fields: dict[str, bytes], source: Source) -> bool:
     """Return whether the captions of a sample are a list, which may have a single entry."""
     member, key = source.config.caption_member(source.config.caption_key or "")
-    return not key and fields.get(member, b"").lstrip()[:1] == b"["
+    return not key and parse_list(fields.get(member, b"").decode("utf-8", "replace")) is not None
 
 
 def _other_facts(fields: dict[str, bytes], captions: Sequence[str] = (), is_list: bool = False) -> str:

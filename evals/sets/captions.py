@@ -84,15 +84,8 @@ class SugarCrepeSet(FileSet):
                 raise DataError(
                     f"{folder / split}.json: missing; SugarCrepe consists of seven .json files, which must be next to the folder val2017"
                 )
-            data = path.read_bytes()
-            sums[split] = hashlib.sha256(data).hexdigest()[:16]
-            try:
-                text = data.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}: expected UTF-8, got the byte {data[error.start]:#x}. Fetch the file again."
-                ) from None
-            if not (items := parse_json(text, str(path), dict, DataError)):
+            sums[split] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            if not (items := parse_json(read_text(path, DataError), str(path), dict, DataError)):
                 raise DataError(f"{path}: contains no pairs of captions. Fetch the file again.")
             for key, item in items.items():
                 names = ("filename", "caption", "negative_caption")

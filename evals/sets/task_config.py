@@ -124,11 +124,10 @@ class TableColumns(Frozen):
                     f"columns.{name}: expected a text with the name of a column in braces, got {text!r}. For the column `{text}`, write {{{text}}}."
                 )
         for name in ("split", "group", "key"):
-            if (text := getattr(self, name)) and (
-                plain := text.strip().removeprefix("{").removesuffix("}")
-            ) != text.strip():
+            text = (getattr(self, name) or "").strip()
+            if text[:1] == "{" and text[-1:] == "}":
                 raise ValueError(
-                    f"columns.{name}: expected the name of a column without braces, got {text!r}. Write {plain}."
+                    f"columns.{name}: expected the name of a column without braces, got {text!r}. Write {text[1:-1]}."
                 )
         return self
 

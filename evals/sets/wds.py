@@ -23,7 +23,7 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_text
 from sparo_train.data.decode.decoding import refuse_unclear_rotation
 from sparo_train.data.examples.samples import image_bytes
-from sparo_train.data.servers.remote import open_filesystem, remedy, with_retries
+from sparo_train.data.servers.remote import open_filesystem, remedy, version_stamp, with_retries
 from sparo_train.data.sources.base import SourceConfig, Storage, open_source
 from sparo_train.data.sources.folder import FolderConfig, FolderPart, refuse_splits
 from sparo_train.data.sources.shards import Shard, ShardsConfig
@@ -98,7 +98,7 @@ class ShardSet(SourceSet):
         # A link may refer to another file tomorrow, so ask the server again.
         places = [(s.url, *open_filesystem(s.url)) for s in self.source.storages]
         infos = [with_retries(url, partial(filesystem.info, path)) for url, filesystem, path in places]
-        return sha256(*(f"{i['size']} {i.get('mtime', i.get('ETag', ''))}" for i in infos))
+        return sha256(*(f"{i['size']} {version_stamp(i)}" for i in infos))
 
 
 class ClassFolders(SourceSet):

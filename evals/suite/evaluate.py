@@ -200,6 +200,8 @@ def evaluate_checkpoint(
     store = FeatureStore(how.features, how.storage, on_progress)
     # Other checkpoints have no folder that sparo may write to.
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.write_to_run else None)
+    if folder is None and how.write_to_run and ranks.rank == 0:  # now, before hours of encoding
+        logger.info(f"{checkpoint}: scores are not stored. To compare them later, add --results FOLDER.")
     results: dict[str, Result] = {} if into is None else into
     write_errors: list[SparoError] = []
 
@@ -233,18 +235,21 @@ def evaluate_checkpoint(
             "When all parts are encoded, run the same command without --part to score these tasks."
         )
     if how.write_to_run and is_run and results and how.slots is None and ranks.rank == 0:
-        try:
-            write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
-        except OSError as error:
-            logger.warning(f"{checkpoint}/evals/latest.json: could not be written ({error})")
-    if folder is None and how.write_to_run and results and ranks.rank == 0:
-        logger.info(f"{encoder.label}: scores are not stored. To compare them later, add --results FOLDER.")
+        _write_latest(Path(checkpoint), encoder, results)
     failed += write_errors
     for error in failed[:-1]:
         logger.warning(f"a task failed: {error}")
     if failed:
         raise failed[-1]
     return results
+
+
+def _write_latest(run: Path, encoder: Encoder, results: Mapping[str, Result]) -> None:
+    """Write the newest scores to the run's folder, if it can be written."""
+    try:
+        write_results(run / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
+    except OSError as error:
+        logger.warning(f"{run}/evals/latest.json: could not be written ({error})")
 
 
 def _score_each(

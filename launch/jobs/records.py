@@ -132,7 +132,9 @@ def sweep_runs(folder: Path) -> list[Path]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: lacks the list `runs`. Name the run folders instead of the sweep's folder.")
     own = [folder] if (folder / "config.yaml").is_file() else []  # a run that has the name of a sweep
-    return [*own, *(folder.parent / name for name in names)]
+    runs = [*own, *(folder.parent / name for name in names)]
+    # Runs of a launch that SLURM refused have no job; those of later launches have.
+    return [run for run in runs if Records(run).last_submission() is not None] or runs
 
 
 def _belongs_to(job: str, job_or_array: str) -> bool:

@@ -30,9 +30,7 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     """
     runs: list[Path] = []
     for folder in folders:
-        swept = sweep_runs(folder)
-        # Runs of a launch that SLURM refused have no job; those of later launches have.
-        runs += [run for run in swept if Records(run).last_submission() is not None] or swept or [folder]
+        runs += sweep_runs(folder) or [folder]
     for folder in runs:
         if Records(folder).last_submission() is None:
             others = ", ".join(str(path) for path in launched_folders(folder if folder.is_dir() else Path("runs"))[-8:])

@@ -21,7 +21,7 @@ from ..models.clip_model import Clip, unit_norm
 from ..models.clip_towers import layer_index
 from ..models.readout import ReadOut, readouts
 from .clip_config import ClipObjectiveConfig
-from .contrastive import contrastive, peak_bytes, rounded_exchange
+from .contrastive import contrastive, exchange_ring, peak_bytes, round_for
 from .method import Method, RecipeBlocks
 from .slot_independence import attention_overlap, slot_dependence
 
@@ -135,8 +135,8 @@ class ClipObjective(CoupledObjective):
                 from .text_conditioned import conditioned_sigmoid  # only FLAIR's readout needs it
 
                 heads = self.config.model.readout.heads
-                _, query, ring = rounded_exchange(query, query, self.config.loss)
-                conditioned = conditioned_sigmoid(local[0], query, pool, heads, scale, bias, ring)
+                ring = exchange_ring(self.config.loss)
+                conditioned = conditioned_sigmoid(local[0], round_for(ring, query), pool, heads, scale, bias, ring)
                 total, metrics["conditioned_loss"] = (total + conditioned) / 2, conditioned.detach()
             if (penalty := self.config.independence) is not None:
                 dependence = self._slot_dependence(image, text, more)

@@ -136,7 +136,8 @@ def contrastive(
         ring: the ranks; default: those of the default process group.
     """
     loss = loss or SoftmaxLoss()
-    image, text, ring = rounded_exchange(image, text, loss, ring)
+    ring = exchange_ring(loss, ring)
+    image, text = round_for(ring, image), round_for(ring, text)
     wide = torch.float64 if image.dtype == torch.float64 else torch.float32
     # One dtype throughout, because tests compare the loss with a single process in fp64.
     image, text, scale = image.to(wide), text.to(wide), scale.to(wide)
@@ -150,16 +151,15 @@ def contrastive(
     return Contrast(total, correct)
 
 
-def rounded_exchange(
-    image: Tensor, text: Tensor, loss: ContrastiveLoss, ring: Ring | None = None
-) -> tuple[Tensor, Tensor, Ring]:
-    """Return encodings rounded to the dtype in which the loss sends them, and the ring that does so; all as they are for fp32."""
+def exchange_ring(loss: ContrastiveLoss, ring: Ring | None = None) -> Ring:
+    """Return the ranks, which send encodings in the dtype of the loss."""
     ring = ring or Ring()
-    if loss.exchange_dtype == "fp32":
-        return image, text, ring
-    # Own encodings are rounded, too, so that all ranks compare the same values. The gradient is that of the exact encodings.
-    image, text = (x + (x.to(torch.bfloat16).to(x.dtype) - x).detach() for x in (image, text))
-    return image, text, Ring(ring.group, torch.bfloat16)
+    return ring if loss.exchange_dtype == "fp32" else Ring(ring.group, torch.bfloat16)
+
+
+def round_for(ring: Ring, x: Tensor) -> Tensor:
+    """Return encodings rounded to the dtype in which they are sent, so that all ranks compare the same values; the gradient passes unchanged."""
+    return x if ring.dtype is None else x + (x.to(ring.dtype).to(x.dtype) - x).detach()
 
 
 def _gather_loss(

@@ -45,7 +45,7 @@ class PackedFile(RangeStorage):
     """
 
     decoders: ClassVar[Mapping[str, Decode]]
-    stamp = bytes(16)  # of `index.json` on a server
+    stamp = ""  # version of `index.json` on a server
 
     def __init__(self, url: str, length: int, size: int, fields: Sequence[PackedField], columns: Columns, digest: str):
         self.url, self._length, self._size, self._fields = url, length, size, fields
@@ -70,7 +70,7 @@ class PackedFile(RangeStorage):
         return digest.hexdigest()[:16]
 
     def version(self) -> tuple[bytes, int]:
-        return self._digest.encode() + self.stamp, self._size
+        return f"{self._digest}{self.stamp}".encode(), self._size
 
     @property
     def offsets(self) -> np.ndarray:

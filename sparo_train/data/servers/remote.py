@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 import time
@@ -151,14 +150,13 @@ def file_info(url: str) -> dict[str, Any]:
     return info
 
 
-# What servers report about the version of a file, the most exact first: fsspec keeps each protocol's own name.
-_STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated")
+# What disks and servers report about the version of a file: fsspec keeps each protocol's own name.
+_STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated")
 
 
-def version_stamp(info: Mapping[str, Any]) -> bytes:
-    """Return 16 bytes that differ for another version of a remote file; zeros if the server reports neither an ETag nor a time."""
-    stamp = next((str(info[name]) for name in _STAMPS if info.get(name)), "")
-    return hashlib.blake2b(stamp.encode(), digest_size=16).digest() if stamp else bytes(16)
+def version_stamp(info: Mapping[str, Any]) -> str:
+    """Return a text that differs for another version of a file; empty if the server reports neither a time nor an ETag."""
+    return next((str(info[name]) for name in _STAMPS if info.get(name)), "")
 
 
 def _is_final(error: Exception) -> bool:

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.files import cache_folder, whole_file
-from ..servers.remote import expand_braces, open_filesystem, with_retries
+from ..servers.remote import expand_braces, open_filesystem, version_stamp, with_retries
 from .tar import ShardIndex
 
 _LAYOUT = "sparo merged index 1"
@@ -148,7 +148,7 @@ def _local_copy(place: str) -> Path:
     if isinstance(filesystem, LocalFileSystem):
         return Path(path)
     info = with_retries(place, lambda: filesystem.info(path))
-    version = f"{place}\n{info.get('size')}\n{info.get('ETag', info.get('mtime', ''))}"
+    version = f"{place}\n{info.get('size')}\n{version_stamp(info)}"
     copy = cache_folder() / "index" / f"{hashlib.sha256(version.encode()).hexdigest()[:32]}.safetensors"
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
     """
     filesystem, path = open_filesystem(url)
     info = file_info(url)
-    # A web server reports no modification time, but an ETag.
-    size, stamp = info["size"], str(info.get("mtime", info.get("ETag", "")))
+    size, stamp = info["size"], version_stamp(info)
     local = isinstance(filesystem, LocalFileSystem)
     if local and not stat.S_ISREG(info["mode"]):
         raise DataError(f"{url}: is not a regular file. Pipes and devices do not support random access.")
@@ -77,7 +76,10 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
                 raise
     if not len(index) and not index.intact:
         _refuse_compressed(url, path, size, local)
-    return index if local else ShardIndex(index.offsets, index.intact, index.digest, version_stamp(info))
+    if local or not stamp:
+        return index
+    digest = hashlib.blake2b(stamp.encode(), digest_size=16).digest()
+    return ShardIndex(index.offsets, index.intact, index.digest, digest)
 
 
 def _stored_index(url: str, path: str, size: int, cached: Path, modified: float | None) -> ShardIndex | None:
