@@ -244,7 +244,7 @@ def evaluate_checkpoint(
     return results
 
 
-def _write_latest(run: Path, encoder: Encoder, results: Mapping[str, Result]) -> None:
+def _write_latest(run: Path, encoder: Encoder, results: dict[str, Result]) -> None:
     """Write the newest scores to the run's folder, if it can be written."""
     try:
         write_results(run / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
