@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from evals.encoders.sparo_encoders import ClipEncoder
+from evals.encoders.clip_encoder import ClipEncoder
 from evals.sets.image_files import imagenet_templates
 from evals.tasks import knn, probe, retrieval, zeroshot
 from sparo_train.models.clip_config import ClipConfig

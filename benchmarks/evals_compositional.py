@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from evals.encoders.sparo_encoders import ClipEncoder
+from evals.encoders.clip_encoder import ClipEncoder
 from evals.feature_store.features import FeatureStore
 from evals.sets.captions import SPLITS
 from evals.suite import catalogue

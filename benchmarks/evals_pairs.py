@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evals.encoders.sparo_encoders import ClipEncoder
+from evals.encoders.clip_encoder import ClipEncoder
 from evals.sets.captions import SPLITS
 from evals.suite.image_text_tasks import PairsTaskConfig
 from evals.suite.suite import Suite

@@ -24,7 +24,6 @@ from sparo_train.data.decode.bands import PixelRange
 from sparo_train.data.sources.base import DataConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.vit import Vit
 from sparo_train.models.weight_files.description import (
     CONFIG_KEY,
     ModelDescription,
@@ -34,7 +33,7 @@ from sparo_train.models.weight_files.description import (
     read_config,
     read_export,
 )
-from sparo_train.models.weight_files.dino_files import DinoFile, is_dino, read_dino, vit_config
+from sparo_train.models.weight_files.dino_files import is_dino, read_dino
 from sparo_train.models.weight_files.state_dicts import read_raw, split_state
 from sparo_train.models.weight_files.weights import Weights, clip_weights, load_into, read_weights, refuse_non_finite
 from sparo_train.models.weight_files.zero_folder import is_zero_folder, read_zero_folder
@@ -42,8 +41,8 @@ from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 
 from .capabilities import TrainingRun
+from .clip_encoder import ClipEncoder
 from .encoder import Encoder
-from .sparo_encoders import ClipEncoder, DinoEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +153,9 @@ def _load(checkpoint: str | Path, model: str | None) -> Encoder:
                 raise CheckpointError(
                     f"{checkpoint}: is a timm ViT that averages its patch tokens (fc_norm). Load it as timm:NAME@{checkpoint}, where NAME is its name in timm."
                 )
-            encoder = _from_dino(read_dino(raw, str(checkpoint), key), model)
+            from .dino_encoder import from_dino_file  # imports DINO and its training
+
+            encoder = from_dino_file(read_dino(raw, str(checkpoint), key), model)
         else:
             described = read_config(raw, path)
             openai = isinstance(raw, Mapping) and "input_resolution" in raw
@@ -273,15 +274,6 @@ def _read_as_trained(encoder: Encoder, description: object) -> None:
             f"{encoder.label}: pixel_range is invalid ({error.errors()[0]['msg']}). Export the run again."
         ) from None
     encoder.read_like(DataConfig.model_construct(pixel_range=pixel_range, bands=None))
-
-
-def _from_dino(file: DinoFile, name: str | None) -> Encoder:
-    config, assumed = vit_config(file, name)
-    model = Vit(config)
-    load_into(model, file.backbone, file.origin)
-    encoder = DinoEncoder(model, *file.normalisation, file.origin)
-    encoder.assumed = assumed
-    return encoder
 
 
 def _from_weights(

@@ -7,8 +7,8 @@ import shlex
 import time
 from pathlib import Path
 
+from evals.encoders.clip_encoder import ClipEncoder
 from evals.encoders.loading import load_encoder
-from evals.encoders.sparo_encoders import ClipEncoder
 from evals.report.results_file import load_predictions, read_records
 from evals.sets.base import Pair
 from evals.sets.wds import WdsSet

@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from evals.encoders.sparo_encoders import ClipEncoder
+from evals.encoders.clip_encoder import ClipEncoder
 from evals.sets.wds import WdsSet
 from evals.slots.overlay import resize_for_page
 from evals.tasks.result import Result, format_metric, is_share, wilson

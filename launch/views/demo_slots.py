@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import torch
 from PIL import Image
 
-from evals.encoders.sparo_encoders import ClipEncoder
+from evals.encoders.clip_encoder import ClipEncoder
 from evals.report.plots import save_figure
 from evals.slots.attend import (
     Attended,

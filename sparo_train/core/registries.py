@@ -133,9 +133,9 @@ SOURCES = Registry(
 ENCODERS = Registry(
     "sparo.encoders",
     {
-        "clip": "evals.encoders.sparo_encoders:clip_encoder",
-        "dino": "evals.encoders.sparo_encoders:dino_encoder",
-        "distill": "evals.encoders.sparo_encoders:student_encoder",
+        "clip": "evals.encoders.clip_encoder:clip_encoder",
+        "dino": "evals.encoders.dino_encoder:dino_encoder",
+        "distill": "evals.encoders.dino_encoder:student_encoder",
         "slots": "object_centric.tasks.slot_encoder:slot_encoder",
         "set_prediction": "object_centric.tasks.slot_encoder:set_encoder",
         "slate": "object_centric.tasks.slot_encoder:slate_encoder",
@@ -150,8 +150,8 @@ ENCODERS = Registry(
 CHECKPOINTS = Registry(
     "sparo.checkpoints",
     {
-        "pixels": "evals.encoders.sparo_encoders:parse_pixels",
-        "voronoi": "evals.encoders.voronoi:parse_voronoi",
+        "pixels": "evals.encoders.baselines:parse_pixels",
+        "voronoi": "evals.encoders.baselines:parse_voronoi",
         "open_clip": "evals.encoders.foreign:from_open_clip",
         "timm": "evals.encoders.foreign:from_timm",
         "hf": "evals.encoders.huggingface:from_huggingface",

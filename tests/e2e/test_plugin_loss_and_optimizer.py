@@ -34,7 +34,7 @@ lion = losses_and_optimizers:LionConfig
 [sparo.methods]
 scaled_clip = losses_and_optimizers:METHOD
 [sparo.encoders]
-scaled_clip = evals.encoders.sparo_encoders:clip_encoder
+scaled_clip = evals.encoders.clip_encoder:clip_encoder
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from evals.encoders.sparo_encoders import ClipEncoder
+from evals.encoders.clip_encoder import ClipEncoder
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals.encoders.sparo_encoders import PixelEncoder
+from evals.encoders.baselines import PixelEncoder
 from evals.feature_store.feature_table import Part, open_part, part_bounds, part_path, write_part
 from evals.feature_store.features import FeatureStore
 from evals.report.results_file import append, read_records

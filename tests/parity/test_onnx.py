@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn import functional as F
 
+from evals.encoders.clip_encoder import clip_encoder
+from evals.encoders.dino_encoder import dino_encoder
 from evals.encoders.loading import load_encoder
-from evals.encoders.sparo_encoders import clip_encoder, dino_encoder
 from evals.interop.exporting import TrainedWeights, export_weights
 from evals.interop.tokenizer_file import tokenizer_json
 from sparo_train.core.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from transformers import AutoModel, CLIPModel, CLIPProcessor
 
-from evals.encoders.sparo_encoders import clip_encoder
+from evals.encoders.clip_encoder import clip_encoder
 from evals.interop.exporting import TrainedWeights, export_weights
 from sparo_train.core.errors import ConfigError
 from sparo_train.objectives.clip import ClipObjective

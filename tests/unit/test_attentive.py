@@ -4,9 +4,11 @@ import pytest
 import timm
 import torch
 
+from evals.encoders.baselines import PixelEncoder
+from evals.encoders.clip_encoder import ClipEncoder
+from evals.encoders.dino_encoder import DinoEncoder
 from evals.encoders.foreign import TimmVitEncoder
 from evals.encoders.pixels import Pixels
-from evals.encoders.sparo_encoders import ClipEncoder, DinoEncoder, PixelEncoder
 from evals.feature_store.features import FeatureStore
 from evals.suite.attentive_probe import AttentiveTaskConfig, build_head, run_attentive
 from evals.suite.scoring import Scoring

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from evals.encoders.baselines import PixelEncoder
 from evals.encoders.loading import load_encoder
-from evals.encoders.sparo_encoders import PixelEncoder
 from evals.sets.base import read_batches
 from evals.sets.image_files import FileSet
 from evals.sets.pictures import open_image

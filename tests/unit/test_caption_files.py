@@ -136,7 +136,7 @@ def test_captions_of_several_images_are_counted(tmp_path):
 
 
 def small_clip():
-    from evals.encoders.sparo_encoders import ClipEncoder
+    from evals.encoders.clip_encoder import ClipEncoder
     from sparo_train.models.clip_config import ClipConfig
     from sparo_train.models.clip_model import Clip
 

@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 from torch import nn
 
+from evals.encoders.baselines import PixelEncoder
+from evals.encoders.clip_encoder import ClipEncoder
 from evals.encoders.encoder import Encoder, TextEncoder
 from evals.encoders.pixels import Pixels
 from evals.encoders.selection import MaskedEncoder, mask_encoder
-from evals.encoders.sparo_encoders import ClipEncoder, PixelEncoder
 from evals.feature_store.feature_table import View
 from evals.feature_store.features import BatchSize, FeatureStore
 from evals.sets.base import Limited, sha256

@@ -16,8 +16,8 @@ from sklearn.model_selection import GroupKFold
 from torch import nn
 from torch.nn import functional as F
 
+from evals.encoders.dino_encoder import DinoEncoder
 from evals.encoders.pixels import FlooredPixels, Pixels, SquarePixels
-from evals.encoders.sparo_encoders import DinoEncoder
 from evals.sets.pictures import label_image
 from evals.suite.suite import Suite
 from evals.tasks import linear_segmentation, probe, regression

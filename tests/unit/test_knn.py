@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F
 
-from evals.encoders.sparo_encoders import DinoEncoder
+from evals.encoders.dino_encoder import DinoEncoder
 from evals.feature_store.features import FeatureStore
 from evals.sets.open_set import open_labelled
 from evals.sets.wds import open_images

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from evals.encoders.baselines import PixelEncoder
 from evals.encoders.encoder import encode_texts
 from evals.encoders.loading import load_encoder
 from evals.encoders.pixels import MappedPixels
-from evals.encoders.sparo_encoders import PixelEncoder
 from evals.sets.base import read_batches
 from evals.sets.open_set import open_labelled, open_set
 from evals.sets.table_rows import TableRow, table_rows

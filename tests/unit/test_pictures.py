@@ -12,9 +12,9 @@ import torch
 from open_clip.transform import image_transform
 from PIL import Image, features
 
+from evals.encoders.baselines import PixelEncoder
 from evals.encoders.pixels import LibraryPixels, MappedPixels, Pixels
 from evals.encoders.selection import MaskedEncoder
-from evals.encoders.sparo_encoders import PixelEncoder
 from evals.sets import pictures
 from evals.sets.base import lines, read_batches
 from evals.sets.image_files import FileSet

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from evals.encoders.sparo_encoders import ClipEncoder
+from evals.encoders.clip_encoder import ClipEncoder
 from evals.feature_store.feature_table import Features
 from evals.sets.base import Pair
 from evals.slots import selection_methods as choosing

@@ -12,9 +12,9 @@ from sklearn.metrics import confusion_matrix
 from sklearn.neighbors import NearestNeighbors
 from torch.nn import functional as F
 
+from evals.encoders.clip_encoder import ClipEncoder
 from evals.encoders.dense import dense_patches, last_tokens, slot_similarity
 from evals.encoders.pixels import SquarePixels
-from evals.encoders.sparo_encoders import ClipEncoder
 from evals.sets.pictures import label_image
 from evals.sets.segmentation_files import open_segmentation
 from evals.suite import catalogue

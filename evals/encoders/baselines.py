@@ -1,4 +1,4 @@
-"""`voronoi:SLOTS@SIZE`: the baseline that divides images without looking at them (Biza et al. 2023, Karazija et al. 2021)."""
+"""Baselines without a model: `pixels:SIZE`, and `voronoi:SLOTS@SIZE`, which divides images without looking at them (Biza et al. 2023, Karazija et al. 2021)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,30 @@ from sparo_train.core.errors import ConfigError
 from .capabilities import MasksEncoder
 from .encoder import Encoder
 from .pixels import Pixels
+
+
+class PixelEncoder(Encoder):
+    """Encodings that are an image's pixels at `size`."""
+
+    def __init__(self, size: int = 28):
+        # An unused layer: every encoder has a model, whose device determines where pixels go.
+        super().__init__(nn.Linear(1, 1), (0.0,) * 3, (1.0,) * 3, f"pixels:{size}")
+        self.image_size, self.transform = size, Pixels(size, size, rgb_first=True)
+
+    @property
+    def width(self) -> int:
+        return 3 * self.image_size**2
+
+    @property
+    def architecture(self) -> str:
+        return self.label
+
+    @property
+    def weights(self) -> str:
+        return "none"
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.normalize(pixels).flatten(1)
 
 
 class VoronoiEncoder(Encoder, MasksEncoder):
@@ -48,6 +72,13 @@ class VoronoiEncoder(Encoder, MasksEncoder):
         centers = (torch.arange(self.image_size, device=pixels.device) + 0.5) / self.image_size
         places = torch.cartesian_prod(centers, centers).to(points.dtype)
         return torch.cdist(places.expand(len(points), -1, -1), points).argmin(-1).float()
+
+
+def parse_pixels(text: str) -> Encoder:
+    """Return the encoder of `pixels:SIZE`: the pixels themselves, as a baseline."""
+    if not text.isdigit() or not int(text):
+        raise ConfigError(f"pixels:{text}: expected pixels:SIZE, as in pixels:28")
+    return PixelEncoder(int(text))
 
 
 def parse_voronoi(text: str) -> Encoder:

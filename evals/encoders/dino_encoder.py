@@ -1,4 +1,4 @@
-"""Encoders of our own models, and a baseline without a model."""
+"""Encoders of our DINO models and distilled students, and of DINO's files."""
 
 from __future__ import annotations
 
@@ -12,113 +12,19 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.examples.image_text import ClipTokenizer
-from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, TRAINING
-from sparo_train.models.clip_model import Clip
 from sparo_train.models.readout import Slots
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
-from sparo_train.objectives.clip import ClipObjective
+from sparo_train.models.weight_files.dino_files import DinoFile, vit_config
+from sparo_train.models.weight_files.weights import load_into
 from sparo_train.objectives.dino import DinoObjective
 from sparo_train.objectives.dino_config import DinoObjectiveConfig
 from sparo_train.objectives.distill import DistillObjective
 from sparo_train.objectives.distill_config import DistillObjectiveConfig
-from sparo_train.objectives.text_conditioned import conditioned_scores
 
-from .capabilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, TokensEncoder
-from .dense import DenseEncoder
-from .encoder import Encoder, TwoTowerEncoder, encode_texts, texts_per_batch
-from .pixels import MappedPixels, Pixels
-
-_NOT_ENCODING: Any = {  # names, options of training, and a width that follows from the weights' shapes
-    "backbone": True,
-    "embed_dim": True,
-    "init_logit_scale": True,
-    "init_logit_bias": True,
-    "text": TRAINING,
-}
-
-
-class ClipEncoder(TwoTowerEncoder, TokensEncoder, DenseEncoder, ConditionedEncoder):
-    """Encoder of any of our CLIP models."""
-
-    model: Clip
-
-    def __init__(
-        self, model: Clip, mean: Sequence[float] = OPENAI_MEAN, std: Sequence[float] = OPENAI_STD, label: str = ""
-    ):
-        super().__init__(model, mean, std, label)
-        self.tokenizer = ClipTokenizer(model.config.text.context_length)
-        self.tokenize = self.tokenizer.batch
-        self.image_size, self._width = model.config.vision.image_size, model.config.width
-        # As in open_clip's evaluation transform: the shorter side has the image's size, and squares are not cropped. 16
-        # bits are not clipped to white as there, but mapped as in training, according to the run.
-        self.transform = MappedPixels(self.image_size, self.image_size)
-        self.slots = model.config.slots
-
-    @property
-    def width(self) -> int:
-        return self._width
-
-    @property
-    def architecture(self) -> str:
-        config = self.model.config
-        # Without options of training, because features of two runs that only differ in these are equal.
-        return config.model_dump_json(
-            exclude={**_NOT_ENCODING, "vision": {"patch_dropout", *config.vision.unused_keys}}
-        )
-
-    @property
-    def prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.model.visual.prefix
-
-    @property
-    def token_width(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.model.config.vision.width
-
-    @property
-    def has_class_token(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.model.visual.has_cls
-
-    @torch.inference_mode()
-    def tokens(self, pixels: Tensor) -> Tensor:
-        with self.autocast():
-            return self.model.visual.tokens(self.normalize(pixels)).float()
-
-    @property
-    def pools_by_text(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.model.config.readout.conditioned
-
-    @torch.inference_mode()
-    def patches(self, pixels: Tensor) -> Tensor:
-        with self.autocast():
-            return self.model.encode_local(self.normalize(pixels))[1].float()
-
-    @torch.inference_mode()
-    def queries(self, captions: Sequence[str]) -> Tensor:
-        def encode(tokens: Tensor) -> Tensor:
-            with self.autocast():
-                return self.model.encode_text(tokens.to(self.device))
-
-        return encode_texts(captions, self.tokenize, encode, texts_per_batch(self.device), normalize=False)
-
-    @torch.inference_mode()
-    def conditioned(self, patches: Tensor, queries: Tensor) -> Tensor:
-        # Parameters of the pooling module, with which an image has one encoding per text.
-        pool, heads = self.model.pool_parameters(), self.model.config.readout.heads
-        local = patches.to(self.device).float().unflatten(1, (-1, self.model.config.embed_dim))
-        return conditioned_scores(local, queries.to(self.device), pool, heads).cpu()
-
-    @torch.inference_mode()
-    def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Return slots with attention maps of a few images; SPARO models only."""
-        return self.model.visual.slots(self.normalize(self.stack(pixels)), need_attention=True)  # type: ignore[operator, return-value]
-
-    @torch.inference_mode()
-    def text_slots(self, captions: Sequence[str]) -> Slots:
-        """Return slots with attention maps of a few captions; SPARO models only."""
-        tokens = self.tokenizer.batch(captions).to(self.device)
-        return self.model.text.slots(tokens, need_attention=True)  # type: ignore[operator, return-value]
+from .capabilities import BlocksEncoder, PatchesEncoder, TokensEncoder
+from .encoder import Encoder
+from .pixels import MappedPixels
 
 
 class ImageDescription(NamedTuple):
@@ -234,35 +140,6 @@ class TimmDinoEncoder(DinoEncoder):
         )
 
 
-class PixelEncoder(Encoder):
-    """Baseline without a model: an image's pixels at `size`."""
-
-    def __init__(self, size: int = 28):
-        # An unused layer: every encoder has a model, whose device determines where pixels go.
-        super().__init__(nn.Linear(1, 1), (0.0,) * 3, (1.0,) * 3, f"pixels:{size}")
-        self.image_size, self.transform = size, Pixels(size, size, rgb_first=True)
-
-    @property
-    def width(self) -> int:
-        return 3 * self.image_size**2
-
-    @property
-    def architecture(self) -> str:
-        return self.label
-
-    @property
-    def weights(self) -> str:
-        return "none"
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        return self.normalize(pixels).flatten(1)
-
-
-def clip_encoder(objective: ClipObjective) -> ClipEncoder:
-    """Return the encoder of the trained model, or of its average."""
-    return ClipEncoder(objective.scored, objective.config.mean, objective.config.std)
-
-
 def dino_encoder(objective: DinoObjective) -> DinoEncoder:
     """Return the encoder of the teacher's backbone, which DINO scores and releases."""
     return _backbone_encoder(objective.teacher.backbone, objective.config)
@@ -278,8 +155,11 @@ def _backbone_encoder(backbone: nn.Module, config: DinoObjectiveConfig | Distill
     return kind(backbone, config.mean, config.std)
 
 
-def parse_pixels(text: str) -> Encoder:
-    """Return the encoder of `pixels:SIZE`: the pixels themselves, as a baseline."""
-    if not text.isdigit() or not int(text):
-        raise ConfigError(f"pixels:{text}: expected pixels:SIZE, as in pixels:28")
-    return PixelEncoder(int(text))
+def from_dino_file(file: DinoFile, name: str | None) -> DinoEncoder:
+    """Return the encoder of a backbone that a file of DINO contains; `name`: its architecture, if the shapes do not decide it."""
+    config, assumed = vit_config(file, name)
+    model = Vit(config)
+    load_into(model, file.backbone, file.origin)
+    encoder = DinoEncoder(model, *file.normalisation, file.origin)
+    encoder.assumed = assumed
+    return encoder
