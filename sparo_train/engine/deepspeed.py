@@ -17,10 +17,11 @@ from ..core.contracts import APPLIED, Batch, CoupledObjective, Embeddings, Loss,
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
+from .clipping import clip_gradients, sum_norms, total_norms
 from .device_context import Device
 from .engine_kind import Costs, EngineKind, Sizes, autocast_bytes
-from .optim import OptimConfig, build_optimizer, clip_per_tensor, set_rates, total_norms
-from .ranked import PlainCopy, RankedEngineConfig, Root, assign_gpu, connect_device, sum_norms
+from .optim import OptimConfig, build_optimizer, set_rates
+from .ranked import PlainCopy, RankedEngineConfig, Root, assign_gpu, connect_device
 from .zero import Zero
 
 
@@ -93,8 +94,8 @@ class DeepSpeedEngine:
         self._plain = PlainCopy(objective, self.ranks, self.device)
         self.objective = self.device_context.prepare_objective(objective)
         self.optimizer = self._build_optimizer(objective)
-        self._names = {id(p): name for name, p in objective.named_parameters()}
         self._param_groups = objective.param_groups()  # once: later steps do not collect names
+        self._unclipped = {id(p) for name, p in objective.named_parameters() if name in self._param_groups.unclipped}
 
     def _refuse_frozen_steps(self, objective: Objective, progress: Progress) -> None:
         if objective.frozen_this_step(progress):
@@ -178,12 +179,7 @@ class DeepSpeedEngine:
         param_norms = sum_norms(self.objective, gradients, self.ranks, self.device)
         norm, norms = total_norms(self._param_groups.norm_groups, param_norms)
         if self._clips_tensors and bool(norm.isfinite()):
-            unclipped = self._param_groups.unclipped
-            clip_per_tensor(
-                {key: g for key, g in gradients.items() if self._names[key] not in unclipped},
-                param_norms,
-                self.optim_config.clip_grad_norm or 0.0,
-            )
+            clip_gradients(self.optim_config, gradients, param_norms, norm, self._unclipped)
         with self.ranks.error_context("stepping"):
             self._root.step()
         applied = self._root.was_step_applied()

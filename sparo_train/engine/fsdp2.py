@@ -17,8 +17,9 @@ from ..core.accelerator import is_streaming
 from ..core.config import resumable_field
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
+from .clipping import sum_norms
 from .engine_kind import Costs, EngineKind, Sizes, autocast_bytes, replicated_costs
-from .ranked import PlainCopy, RankedEngine, RankedEngineConfig, Root, sum_norms
+from .ranked import PlainCopy, RankedEngine, RankedEngineConfig, Root
 from .shard_slices import Span
 
 

@@ -13,9 +13,10 @@ from ..core.config import resumable_field
 from ..core.contracts import APPLIED, Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.errors import CheckpointError, ConfigError
+from .clipping import clip_gradients, total_norms
 from .device_context import Device, DeviceConfig
 from .engine_kind import EngineKind, replicated_costs
-from .optim import OptimConfig, build_optimizer, clip_global_norm, clip_per_tensor, set_rates, total_norms
+from .optim import OptimConfig, build_optimizer, set_rates
 from .shard_slices import Span, load_tensors, select_pieces
 
 
@@ -54,6 +55,7 @@ class LocalEngine:
         # After wrapping, because engines of several ranks wrap the module from outside.
         self._names = {id(p): name for name, p in objective.named_parameters()}
         self._param_groups = objective.param_groups()  # once: later steps do not collect names
+        self._unclipped = {key for key, name in self._names.items() if name in self._param_groups.unclipped}
         self._stepped = False
 
     def wrap(self, objective: Objective) -> None:
@@ -94,17 +96,13 @@ class LocalEngine:
         applied: bool | Tensor = norm.isfinite()
         if self.decides_on_host:
             applied = bool(applied)
-            if applied:
-                # Before the step uses them, and after the norm, which is that of the unclipped gradient.
-                self._clip(param_norms, norm)
-                self.optimizer.step()
-                self.objective.after_step(progress, APPLIED)
-        else:
-            self._clip(param_norms, norm)
-            # The fused kernel's own switch, as used by torch's GradScaler.
-            self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
+        if applied is not False:
+            clip_gradients(self.optim_config, self._local_gradients(), param_norms, norm, self._unclipped)
+            if isinstance(applied, Tensor):
+                # The fused kernel's own switch, as used by torch's GradScaler.
+                self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
             self.optimizer.step()
-            self.objective.after_step(progress, applied)
+            self.objective.after_step(progress, APPLIED if applied is True else applied)
         # None instead of zero, so that a parameter that the next step does not reach is left unchanged.
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(lr, norm, applied, norms, without)
@@ -116,19 +114,6 @@ class LocalEngine:
         self._stepped = True
         params = (p for group in self.optimizer.param_groups for p in group["params"])
         return tuple(self._names[id(p)] for p in params if p.requires_grad and p.grad is None)
-
-    def _clip(self, param_norms: Mapping[int, Tensor], norm: Tensor) -> None:
-        """Scale gradients whose norm is above `clip_grad_norm`: all together, or each by its own norm."""
-        max_norm, gradients = self.optim_config.clip_grad_norm, self._local_gradients()
-        if max_norm is None or not gradients:
-            return
-        if self.optim_config.clip_per == "global":
-            clip_global_norm(gradients.values(), norm, max_norm)
-            return
-        unclipped = self._param_groups.unclipped
-        clip_per_tensor(
-            {key: g for key, g in gradients.items() if self._names[key] not in unclipped}, param_norms, max_norm
-        )
 
     def _local_gradients(self) -> dict[int, Tensor]:
         """Return this rank's shards of the gradients, writable, by the id of their parameter."""

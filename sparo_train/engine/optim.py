@@ -1,4 +1,4 @@
-"""The recipe's `optim` block: optimizers, their parameter groups, learning rates and weight decay per step, and gradient clipping."""
+"""The recipe's `optim` block: optimizers, their parameter groups, and learning rates and weight decay per step."""
 
 from __future__ import annotations
 
@@ -9,50 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import model_validator
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..core.accelerator import has_fp64, indices_by_device
 from ..core.config import Frozen, between, field, resumable_field
 from ..core.contracts import Objective, Progress
 from ..core.errors import ConfigError
 from ..core.schedules import cool_down, cosine, linear
-
-
-def total_norms(groups: Mapping[str, nn.Module], param_norms: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the norm of the whole gradient and of each of the objective's parts, from the norms of parameters by their id."""
-    parts = {
-        name: _join_norms([param_norms[id(p)] for p in module.parameters() if id(p) in param_norms])
-        for name, module in groups.items()
-    }
-    return _join_norms(list(param_norms.values())), parts
-
-
-def clip_global_norm(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients if their norm is above `max_norm`; unlike torch's clip_grads_with_norm_, also shards."""
-    # The small constant is that of clip_grad_norm_, so that both scale alike. Double precision, as in Python; a
-    # gradient below the limit is multiplied by one, which changes no bit.
-    exact = norm.double() if has_fp64(norm.device) else norm
-    factor, tensors = torch.where(norm > max_norm, max_norm / (exact + 1e-6), 1.0), list(gradients)
-    for group in indices_by_device(tensors):
-        here = [tensors[i] for i in group]
-        torch._foreach_mul_(here, factor.to(here[0].device, here[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def clip_per_tensor(gradients: Mapping[int, Tensor], norms: Mapping[int, Tensor], max_norm: float) -> None:
-    """Scale every gradient whose own norm is above `max_norm`."""
-    if not gradients:
-        return
-    # No branch on a value, because that would wait for the device, and one copy for all gradients of a place.
-    factors = (max_norm / (torch.stack([norms[key] for key in gradients]) + 1e-6)).clamp(max=1.0)
-    tensors = list(gradients.values())
-    for group in indices_by_device(tensors):
-        here, own = [tensors[i] for i in group], factors.to(tensors[group[0]].device).unbind()
-        torch._foreach_mul_(here, [own[i] for i in group])  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _join_norms(norms: list[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 class OptimGroupConfig(Frozen):

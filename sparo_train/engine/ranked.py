@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.accelerator import indices_by_device
 from ..core.config import resumable_field
 from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress
 from ..core.distributed import Ranks
@@ -202,30 +201,3 @@ class PlainCopy:
             yield self._plain.to(self.device).eval()
         finally:
             self._plain.to("cpu")
-
-
-def sum_norms(
-    objective: Objective, shards: Mapping[int, Tensor], ranks: Ranks, device: torch.device
-) -> dict[int, Tensor]:
-    """Return the norm of each gradient by the id of its parameter.
-
-    Args:
-        objective: its trained parameters have the same order on every rank.
-        shards: this rank's parts of the gradients, by the id of their parameter; no element is on two ranks.
-        ranks, device: the ranks, and the device on which they exchange.
-    """
-    trained = [id(p) for p in objective.parameters() if p.requires_grad]
-    sums = torch.zeros(len(trained), device=device)
-    keys, gradients = list(shards), list(shards.values())
-    for group in indices_by_device(gradients):  # one copy for all gradients of a place
-        values = torch._foreach_norm([gradients[i] for i in group], dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        here, nothing = (
-            dict(zip((keys[i] for i in group), values, strict=True)),
-            torch.zeros((), device=values[0].device),
-        )
-        sums += torch.stack([here.get(key, nothing) for key in trained]).square().to(device)
-    # One exchange for all norms instead of one per parameter.
-    if ranks.size > 1:
-        with ranks.error_context("summing the gradient's norm"):
-            dist.all_reduce(sums)
-    return dict(zip(trained, sums.sqrt(), strict=True))
