@@ -13,10 +13,13 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
-from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from contextlib import suppress
+from functools import cache, lru_cache
+from importlib.metadata import Distribution, EntryPoint, EntryPoints, distributions, entry_points
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError
@@ -53,7 +56,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """Return the names of built-in entries, then those of installed packages. Nothing is imported."""
-        added = (entry.name for entry in entry_points(group=self.group) if entry.name not in self.reserved)
+        added = (entry.name for entry in _entries(self.group) if entry.name not in self.reserved)
         return list(dict.fromkeys([*self.builtin, *added]))
 
     def get(self, name: str, key: str = "") -> Any:
@@ -70,7 +73,7 @@ class Registry:
             _warn_of_hidden_entries(self.group, frozenset(self.builtin))
             module, _, attribute = self.builtin[name].partition(":")
             return getattr(importlib.import_module(module), attribute)
-        matches = list({e.value: e for e in entry_points(group=self.group) if e.name == name}.values())
+        matches = list({e.value: e for e in _entries(self.group) if e.name == name}.values())
         if not matches:
             hint = did_you_mean(str(name), self.names())
             # Without a suggestion: the run or recipe may come from a user who has a package that is not installed here.
@@ -105,10 +108,24 @@ class Registry:
         return loaded_entry
 
 
+def _entries(group: str) -> EntryPoints:
+    """Return the entry points of a group. Metadata of all packages is read again if a package was installed or removed."""
+    stamps = []
+    for folder in sys.path:
+        with suppress(OSError):
+            stamps.append((folder, Path(folder).stat().st_mtime_ns))
+    return _all_entries(tuple(stamps)).select(group=group)
+
+
+@lru_cache(maxsize=1)
+def _all_entries(stamps: tuple[tuple[str, int], ...]) -> EntryPoints:
+    return entry_points()
+
+
 @cache
 def _warn_of_hidden_entries(group: str, builtin: frozenset[str]) -> None:
     """Warn once of packages whose entries are named like built-in ones, which take precedence."""
-    for entry in entry_points(group=group):
+    for entry in _entries(group):
         if entry.name in builtin:
             logger.warning(
                 f"{group}: {entry.name!r} of package {_package(entry)} has the name of a built-in entry and is ignored. "

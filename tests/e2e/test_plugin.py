@@ -249,7 +249,7 @@ def test_a_broken_entry_fails_only_for_recipes_that_name_it(place, monkeypatch, 
 
 def test_an_entry_with_the_name_of_a_built_in_one_is_reported(monkeypatch, caplog):
     hidden = EntryPoint("clip", "rotations:METHOD", "sparo.methods")
-    monkeypatch.setattr("sparo_train.core.registry.entry_points", lambda group: [hidden])
+    monkeypatch.setattr("sparo_train.core.registry._entries", lambda group: [hidden])
     registry = Registry("sparo.methods", {"clip": "sparo_train.objectives.clip:METHOD"})
     with caplog.at_level("WARNING", "sparo_train"):
         assert registry.get("clip") is registry.get("clip") is METHODS.get("clip")

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -270,7 +271,8 @@ def _is_under(key: str, prefixes: Collection[str]) -> bool:
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def package_versions() -> dict[str, str]:
+@cache  # reading the metadata of all packages takes 30 ms, and every task records it
+def package_versions() -> Mapping[str, str]:
     """Return the versions of the packages that a run's results depend on."""
     packages = (
         "torch",
