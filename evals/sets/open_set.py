@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.files import suggest_path
 from sparo_train.core.logs import warn_once
 from sparo_train.core.registries import LAYOUTS
 
@@ -37,6 +38,8 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
             f"layout={config.layout}: has {' or '.join(layout.kinds)}, but task {config.task} needs {kind}. Layouts with {kind}: "
             f"{', '.join(others) or 'none'}."
         )
+    if "://" not in config.root and not Path(config.root).exists():
+        raise DataError(f"{config.root}: no such file or folder; {suggest_path(Path(config.root))}")
     eval_set = layout.open(config, kind, split or config.split)
     eval_set.home, eval_set.benchmark_name = Path(config.root), config.benchmark_name
     named = config.benchmark_name is not None or config.layout not in _OWN_LAYOUTS

@@ -107,6 +107,7 @@ class ClassFolders(SourceSet):
     def __init__(self, folder: str, kind: FactKind, key: str):
         super().__init__(FolderConfig(folder=folder), kind, key, Path(folder))
         self._parts = cast(Sequence[FolderPart], self.source.storages)
+        self._numbered: Sequence[str] = self.classes
         self.left_out = self._parts[0].left_out
         refuse_splits(self.root, self.classes)
 
@@ -117,8 +118,12 @@ class ClassFolders(SourceSet):
 
     def number_by(self, classes: Sequence[str]) -> None:
         """Use the numbers of another set's class folders."""
+        self._numbered = classes
         for part in self._parts:
             part.set_class_numbers(classes)
+
+    def own_classnames(self) -> list[str]:
+        return list(self._numbered)
 
     def identity(self) -> str:
         return sha256("folder", *self.classes, *self._names(), self._stat[0])

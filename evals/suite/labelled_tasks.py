@@ -108,7 +108,15 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     how = probe.Training(task.lr, task.epochs, task.batch_size, task.seed, scoring.encoder.device)
     found = scoring.ranks.rank0_broadcast(
         lambda: probe.score(
-            train, labelled_parts["test"], classes, how, held_out, task.fewshot_k, task.weight_decay, task.repeats
+            train,
+            labelled_parts["test"],
+            classes,
+            how,
+            held_out,
+            task.fewshot_k,
+            task.weight_decay,
+            task.repeats,
+            parts["train"].own_classnames(),
         )
     )
     if not several:

@@ -159,16 +159,18 @@ def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> 
     return DECAYS[peak], {DECAYS[i]: accuracy for i, accuracy in sorted(accuracies.items())}
 
 
-def draw_few_shots(labels: Tensor, k: int, seed: int) -> Tensor:
-    """Return numbers of k samples per class, in a random order by `seed`. Raises `DataError` if a class has fewer."""
+def draw_few_shots(labels: Tensor, k: int, seed: int, names: Sequence[str] = ()) -> Tensor:
+    """Return numbers of k samples per class, in a random order by `seed`. Raises `DataError` if a class, called by its name or number, has fewer."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     # Stable sort of a random order: the first k of each class are a random sample.
     by_class = labels[order].sort(stable=True)
     counts = torch.bincount(labels)
     poor = ((counts > 0) & (counts < k)).nonzero().flatten()
     if len(poor):
+        first = int(poor[0])
+        name = names[first] if first < len(names) else first
         raise DataError(
-            f"fewshot_k={k}: class {int(poor[0])} has {int(counts[poor[0]])} training images, not counting those held out by val_proportion. "
+            f"fewshot_k={k}: class {name} has {int(counts[first])} training images, not counting those held out by val_proportion. "
             "Lower fewshot_k or val_proportion."
         )
     place = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[by_class.values]
@@ -184,14 +186,15 @@ def score(
     fewshot_k: int = -1,
     decay: float = 0.0,
     repeats: int = 1,
+    names: Sequence[str] = (),
 ) -> Result:
     """Train and score with the weight decay selected on `held_out` if given (then trained on both, unless few-shot), otherwise with `decay`.
 
     With `repeats` above 1, few-shot training is repeated with other images, by the seeds that follow `how.seed`; the
-    weight decay is selected once.
+    weight decay is selected once. `names` of classes are for errors.
     """
     tried: dict[float, float] = {}
-    first = train.select(draw_few_shots(train.labels, fewshot_k, how.seed)) if fewshot_k > 0 else train
+    first = train.select(draw_few_shots(train.labels, fewshot_k, how.seed, names)) if fewshot_k > 0 else train
     if held_out is not None:
         decay, tried = search(first, held_out, classes, how)
     whole = train if held_out is None else train.with_more(held_out)

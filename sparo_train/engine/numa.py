@@ -27,20 +27,24 @@ def bind_to_socket(device: torch.device, ranks: Ranks, sysfs: Path = _SYSFS) -> 
         sysfs: where Linux describes its devices.
 
     Returns:
-        A line for the log; None if nothing was bound.
+        A line for the log, also if the system refuses; None if nothing has to be bound.
     """
     own, sockets = gpu_socket(device, sysfs), allowed_cores(sysfs)
     here = platform.node()
     used = {socket for node, socket in ranks.gather((here, own)) if node == here}
     if own is None or len(sockets) < 2 or not used >= sockets.keys():
         return None
-    cores = sockets[own]
+    cores, place = sockets[own], f"socket {own}, {len(sockets[own])} of {sum(map(len, sockets.values()))} cores"
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        return f"engine.bind_cores: cannot bind to {place} ({error.strerror or error}); training continues on all cores"
     for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
         with suppress(OSError):  # threads and workers end at any time, and a run must not fail because it is not bound
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with suppress(OSError):
                     os.sched_setaffinity(int(task.name), cores)
-    return f"engine.bind_cores: socket {own}, {len(cores)} of {sum(map(len, sockets.values()))} cores"
+    return f"engine.bind_cores: {place}"
 
 
 def allowed_cores(sysfs: Path = _SYSFS) -> dict[int, set[int]]:

@@ -95,7 +95,7 @@ def test_eval_gives_equal_scores_for_runs_exports_and_files(trained, tmp_path):
             ["eval", "{root}/runs/cli", "{root}/shards"],
             "--data: missing, and {root}/shards has no run with eval.tasks",
         ),
-        (["train", "{root}/recipe.yaml", "name=new", "eval.tasks.zero.root=none"], "none/test/nshards.txt: missing"),
+        (["train", "{root}/recipe.yaml", "name=new", "eval.tasks.zero.root=none"], "none: no such file or folder"),
         (
             ["train", "{root}/recipe.yaml", "out={root}/recipe.yaml"],
             "out: {root}/recipe.yaml/tiny cannot be",

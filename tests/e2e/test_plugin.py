@@ -81,6 +81,7 @@ def recipe(root):
         },
     }
     del tree["data"]["hflip"]
+    tree["log"]["flops"] = True
     tree["eval"] = {"tasks": {"near": {"task": "neighbour", "root": tasks["zero"]["root"]}}}
     return tree
 

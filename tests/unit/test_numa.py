@@ -69,7 +69,10 @@ def test_a_run_continues_if_binding_is_not_permitted(machine, monkeypatch):
         raise PermissionError("not here")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    numa.bind_to_socket(torch.device("cuda", 0), ranks_with(0), machine.root)
+    line = numa.bind_to_socket(torch.device("cuda", 0), ranks_with(0), machine.root)
+    assert (
+        line == "engine.bind_cores: cannot bind to socket 1, 1 of 2 cores (not here); training continues on all cores"
+    )
 
 
 def test_collectives_before_a_timeout_are_written_to_the_run_folder(tmp_path, monkeypatch):

@@ -79,7 +79,8 @@ def test_numbers_of_several_ranks_are_one_line():
 
 
 def test_a_run_reports_norms_per_tower_speed_and_memory(shards, tmp_path):
-    config = resolve(RunConfig, tiny_recipe(shards, tmp_path, steps=4), "x")
+    tree = tiny_recipe(shards, tmp_path, steps=4)
+    config = resolve(RunConfig, {**tree, "log": {**tree["log"], "flops": True}}, "x")
     train(config)
     last = metrics.read(config.folder / "metrics.jsonl", "train")[-1]
     parts = math.hypot(last["grad_norm_visual"], last["grad_norm_text"])

@@ -19,7 +19,8 @@ from evals.sets.base import read_batches
 from evals.sets.open_set import open_labelled, open_set
 from evals.sets.table_rows import TableRow, table_rows
 from evals.suite import catalogue
-from evals.suite.labelled_tasks import KnnTaskConfig
+from evals.suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
+from evals.suite.suite import Suite
 from evals.suite.zeroshot_tasks import ZeroshotTaskConfig
 from sparo_data.convert import apply_exif_orientation, convert_folder
 from sparo_data.convert_table import convert_csv
@@ -249,3 +250,31 @@ def test_what_is_ignored_or_joined_is_reported(tmp_path, caplog):
     place = str(tmp_path / "set")
     open_labelled(KnnTaskConfig.model_validate({"train": place, "test": place, "layout": "table", "columns": columns}))
     assert "1 class(es) have test images but no training images, such as 'c'" in caplog.text
+
+
+def test_classes_of_folders_are_called_by_their_names(tmp_path):
+    write(tmp_path / "train", {f"{name}/{i}.jpg": jpeg(i) for name in ("ant", "bee", "cat") for i in range(3)})
+    write(tmp_path / "test", {f"{name}/{i}.jpg": jpeg(9 + i) for name in ("ant", "cat") for i in range(2)})
+    nearest = KnnTaskConfig(train=str(tmp_path / "train"), test=str(tmp_path / "test"), k=(1,))
+    result = Suite({"near": nearest}).run(PixelEncoder(8))["near"]
+    # The test folder has no bees, so its second class is the third of the training folder.
+    assert result.options["recall"].keys() == {"ant", "cat"}
+
+    (tmp_path / "train/cat/2.jpg").unlink()
+    shots = {"task": "probe", "root": str(tmp_path), "layout": "table", "fewshot_k": 3, "val_proportion": 0.0}
+    rows = [
+        f"{split}/{name}/{i}.jpg,{name},{split}"
+        for split in ("train", "test")
+        for name in ("ant", "cat")
+        for i in range(2)
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(["image,label,split", *rows, "train/ant/2.jpg,ant,train"]))
+    shots["columns"] = {"file": "t.csv", "images": ["{image}"], "label": "{label}", "split": "split"}
+    with pytest.raises(DataError, match=r"fewshot_k=3: class cat has 2 training images"):
+        Suite({"shots": ProbeTaskConfig.model_validate(shots)}).run(PixelEncoder(8))
+
+
+def test_a_mistyped_root_is_answered_with_a_suggestion(tmp_path):
+    write(tmp_path / "birds", {"a/1.jpg": jpeg(1)})
+    with pytest.raises(DataError, match=r"brids: no such file or folder; did you mean 'birds'\?"):
+        open_set(ZeroshotTaskConfig(root=str(tmp_path / "brids"), layout="folder"), "label")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from launch.monitor.control import cancel
 from launch.monitor.status import statuses
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import ConfigError, StoppedError
+from tests.helpers.processes import Started
 from tests.helpers.ranks import free_port
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.samples import sample
@@ -210,15 +212,17 @@ def test_only_the_rank_that_records_an_end_has_an_exit_code_under_srun(tmp_path,
 
 def ranks_of(recipe, environments, *words):
     """Start `sparo train` once per environment; return exit codes and outputs."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "launch.cli", "train", str(recipe), *words, *own],
-            cwd=env.get("PWD", recipe.parent),  # not the checkout, which would precede a rank's own PYTHONPATH
-            env={**{k: v for k, v in os.environ.items() if k not in OUTER}, "OMP_NUM_THREADS": "1", **env},
-            stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for env, own in environments
-    ]  # fmt: skip
+
+    def start(own_env, own_words):
+        env = {**{k: v for k, v in os.environ.items() if k not in OUTER}, "OMP_NUM_THREADS": "1", **own_env}
+        arguments = ("train", str(recipe), *words, *own_words)
+        place = Path(own_env.get("PWD", recipe.parent))  # not the checkout, which would precede a rank's own PYTHONPATH
+        if "PYTHONPATH" not in own_env:
+            return Started(arguments, env, place, None)
+        command = [sys.executable, "-m", "launch.cli", *arguments]
+        return subprocess.Popen(command, cwd=place, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    started = [start(*each) for each in environments]
     try:
         told = [process.communicate(timeout=120)[1] for process in started]
     finally:
