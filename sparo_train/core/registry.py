@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.metadata import Distribution, EntryPoint, EntryPoints, distributions, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
@@ -119,7 +119,7 @@ def _entries(group: str) -> EntryPoints:
 
 @lru_cache(maxsize=1)
 def _all_entries(stamps: tuple[tuple[str, int], ...]) -> EntryPoints:
-    return entry_points()
+    return cast(EntryPoints, entry_points())  # in Python 3.11 another class that has `select`, too
 
 
 @cache
