@@ -345,4 +345,6 @@ def _nearest_existing(url: str, suffix: str) -> str:
         return f"the folder has no {suffix} files{advice}"
     if "://" in url or not folder.is_dir():
         return f"{folder} is not a folder" if "://" not in url else "check the address and your credentials"
-    return did_you_mean(Path(url).name, [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == suffix][:200])
+    hint = did_you_mean(Path(url).name, [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == suffix][:200])
+    above = hint.startswith("known") and not Path(url).suffix and any(folder.glob(f"*{suffix}"))
+    return f"the {suffix} files are in {folder}. Use this folder" if above else hint
