@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .readout import ReadOut
 
@@ -39,21 +38,23 @@ class _AttendPoolProject(torch.autograd.Function):
         # Inputs were cast before; another cast inside would copy them.
         with torch.autocast(tokens.device.type, enabled=False):
             read, attention, weight, pooled = _attend(tokens, query, key, value, constant, keep)
-        ctx.save_for_backward(tokens, query, key, value, weight, attention, pooled)
-        ctx.constant = constant is not None
+        ctx.save_for_backward(tokens, query, key, value, constant, keep, weight, attention, pooled)
         ctx.set_materialize_grads(False)  # attention maps are rarely differentiated
         return read, attention
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         d_read, d_attention = grad_outputs
-        tokens, query, key, value, weight, attention, pooled = ctx.saved_tensors
+        tokens, query, key, value, constant, keep, weight, attention, pooled = ctx.saved_tensors
         if d_read is None:
-            d_read = torch.zeros_like(pooled[..., : query.shape[-1]])
+            d_read = pooled.new_zeros(*pooled.shape[:-1], query.shape[-1])
         # A loop that calls backward inside its autocast block would cast each product again, and some to another dtype.
         with torch.autocast(tokens.device.type, enabled=False):
-            return _gradients(d_read, d_attention, tokens, query, key, value, weight, attention, pooled, ctx.constant)
+            # With create_graph=True, for second derivatives. The saved products have no graph.
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                return _differentiable_gradients(d_read, d_attention, (tokens, query, key, value, constant), keep)
+            with_constant = constant is not None
+            return _gradients(d_read, d_attention, tokens, query, key, value, weight, attention, pooled, with_constant)
 
 
 def _attend(
@@ -73,6 +74,21 @@ def _attend(
     attention = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
     pooled = _by_head(attention @ tokens, heads, group)
     return torch.bmm(pooled, (key if value is None else value).transpose(1, 2)), attention, weight, pooled
+
+
+def _differentiable_gradients(
+    d_read: Tensor, d_attention: Tensor | None, inputs: tuple[Tensor | None, ...], keep: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return what `_gradients` returns, computed by autograd, so that it can be differentiated again."""
+    tokens, query, key, value, constant = inputs
+    assert tokens is not None and query is not None and key is not None
+    read, attention, _, _ = _attend(tokens, query, key, value, constant, keep)
+    outputs, gradients = [read], [d_read]
+    if d_attention is not None:
+        outputs, gradients = [read, attention], [d_read, d_attention]
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True))
+    return (*(next(found) if x is not None and x.requires_grad else None for x in inputs), None)
 
 
 def _gradients(

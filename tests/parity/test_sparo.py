@@ -65,6 +65,37 @@ def test_gradients_flow_through_attention_maps(also_values):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_second_derivatives_are_those_of_appendix_a(share):
+    module, tokens = _module(dim=4, head=5, grp=2, share=share), torch.randn(2, 3, 4, dtype=torch.float64)
+    keep = torch.tensor([[True, True, False], [True, True, True]])
+
+    def hessian_product(form):
+        x = tokens.clone().requires_grad_()
+        slots = form(x)
+        # The cube is another path from the tokens, so that a pruned readout would not raise an error.
+        loss = slots.values.square().sum() + slots.attention.square().sum() + x.pow(3).sum()
+        wanted = [x, module.q_emb, module.k.weight]
+        first = torch.autograd.grad(loss, wanted, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+
+    fast, plain = (
+        hessian_product(lambda x: module(x, keep, need_attention=True)),
+        hessian_product(lambda x: module.plain(x, keep)),
+    )
+    for a, b in zip(fast, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_attention_alone_has_gradients_if_tokens_are_narrower_than_heads():
+    module, tokens = _module(dim=4, head=5), torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    fast, plain = (
+        torch.autograd.grad(slots.attention.square().sum(), tokens)[0]
+        for slots in (module(tokens, need_attention=True), module.plain(tokens))
+    )
+    torch.testing.assert_close(fast, plain)
+
+
 def test_equation_one_term_by_term():
     """Compute y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D)) slot by slot, with Appendix A's biases. / sqrt(D)), slot by slot, with Appendix A's biases."""
     module = _module(slots=3)
