@@ -75,7 +75,8 @@ def load_encoder(
     place = find_device(device, "device")
     try:
         # Read the file to its end: one that is truncated in a matrix may have loaded up to there.
-        encoder = _load(checkpoint if slots is None else f"{checkpoint}?slots={slots}", model).to(str(place))
+        with torch.random.fork_rng(devices=[]):  # modules draw initial weights, which would change a caller's numbers
+            encoder = _load(checkpoint if slots is None else f"{checkpoint}?slots={slots}", model).to(str(place))
         refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:
             logger.warning(encoder.assumed)

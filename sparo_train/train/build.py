@@ -33,8 +33,9 @@ def build_objective(config: RunConfig, weights: Mapping[str, Tensor] | None = No
         weights: trained weights that will be loaded into it, so that files which only training needs may be absent;
             None: for training.
     """
-    # Every rank builds the same weights, so they need not be broadcast.
-    torch.manual_seed(torch_seed(config.seed, "init"))
+    # Every rank builds the same weights, so they need not be broadcast. For a model that only loads weights, the random
+    # generators of GPUs belong to the caller.
+    (torch.manual_seed if weights is None else torch.default_generator.manual_seed)(torch_seed(config.seed, "init"))
     method = METHODS.get(config.objective.kind)
     if weights is None or method.objective_of_weights is None:
         objective = method.objective(config.objective)
