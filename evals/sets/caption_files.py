@@ -68,7 +68,8 @@ def docci(root: Path, part: str) -> CaptionedFiles:
     """Read DOCCI: `docci_descriptions.jsonlines`, the split `part`, and `images/`."""
     path = root / "docci_descriptions.jsonlines"
     rows = {}
-    for number, line in enumerate(read_text(path, DataError).splitlines(), 1):
+    # Not `splitlines`, which also splits at line separators within a description.
+    for number, line in enumerate(read_text(path, DataError).split("\n"), 1):
         content = parse_json(line, f"{path}, line {number}", dict, DataError) if line.strip() else {}
         if content.get("split") != part:
             continue

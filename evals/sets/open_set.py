@@ -9,6 +9,7 @@ from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.files import suggest_path
 from sparo_train.core.logs import warn_once
 from sparo_train.core.registries import LAYOUTS
+from sparo_train.data.servers.remote import remedy
 
 from .base import EvalSet
 from .table_set import TableSet
@@ -39,7 +40,8 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
             f"{', '.join(others) or 'none'}."
         )
     if "://" not in config.root and not Path(config.root).exists():
-        raise DataError(f"{config.root}: no such file or folder; {suggest_path(Path(config.root))}")
+        advice = remedy(config.root) or f"; {suggest_path(Path(config.root))}"
+        raise DataError(f"{config.root}: no such file or folder{advice}")
     eval_set = layout.open(config, kind, split or config.split)
     eval_set.home, eval_set.benchmark_name = Path(config.root), config.benchmark_name
     named = config.benchmark_name is not None or config.layout not in _OWN_LAYOUTS

@@ -20,6 +20,16 @@ from sparo_train.data.examples.samples import parse_list
 _MAX_PIXELS = 1 << 20  # of a coordinate of a region
 
 
+def is_whole_number(text: str) -> bool:
+    """Return whether a class is a number from 0, also in the forms 3.0 (of a column with empty cells in pandas) and +3."""
+    return re.fullmatch(r"\+?[0-9]+(\.0*)?", text) is not None
+
+
+def whole_number(text: str) -> int:
+    """Return the number of a text for which `is_whole_number` holds."""
+    return int(text.partition(".")[0])
+
+
 def table_rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a table as mappings from columns to values; a list has the columns item_0, item_1 and so on.
 
@@ -107,7 +117,7 @@ class TableRow:
         text = self.class_text(template)
         if not text:
             raise DataError(f"{self.where}: has no class. Fill in the column, or remove the row.")
-        return self.classes.index(text) if self.classes else int(text)
+        return self.classes.index(text) if self.classes else whole_number(text)
 
     def names(self, template: str) -> list[str]:
         """Return the names of a cell, which are separated by semicolons or vertical bars, or a list, as JSON or Python write it."""

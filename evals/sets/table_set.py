@@ -18,7 +18,7 @@ from sparo_train.data.sources.folder import class_order
 from .base import FactKind, Layout, Pair, sha256
 from .image_files import FileSet, MaskedFiles
 from .question_table import find_image, open_questions
-from .table_rows import TableRow, table_rows
+from .table_rows import TableRow, is_whole_number, table_rows
 from .task_config import TableColumns
 
 
@@ -153,7 +153,7 @@ def _class_names(
     texts = {row.class_text(columns.label) for row in rows}
     if len(written := {row.fill(columns.label).strip() for row in rows}) > len(texts):
         class_order(name for name in written if name.isdecimal())  # refuses 7 and 007
-    return [] if numbered and all(text.isdecimal() for text in texts) else _warn_of_similar(path, class_order(texts))
+    return [] if numbered and all(map(is_whole_number, texts)) else _warn_of_similar(path, class_order(texts))
 
 
 def _warn_of_similar(path: Path, classes: list[str]) -> list[str]:

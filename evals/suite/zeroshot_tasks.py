@@ -118,6 +118,8 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
             raise ConfigError(
                 f"headline={task.headline}: needs at least five classes, got {len(names)}. Use another headline."
             )
+        if task.headline.startswith("acc5"):
+            result = result._replace(chance=5 / len(names))
         return result._replace(headline=task.headline)
 
     options = {
@@ -144,11 +146,17 @@ def _labels_and_groups(
     """Return the class (n,) of each image, and its group if the task has `group_by`."""
     if task.group_by is None:
         return collect_labels(images, source), None
+    names = _metadata_names(task)
     for key, fact in zip(images.keys, images.facts, strict=True):
         refuse_label(source, key, fact)
-        _refuse_short(source, key, fact, task.metadata)
-    place = 1 + (0 if task.layout == "table" else task.metadata.index(task.group_by))
+        _refuse_short(source, key, fact, names)
+    place = 1 + names.index(task.group_by)
     return torch.tensor([fact[0] for fact in images.facts]), [fact[place] for fact in images.facts]
+
+
+def _metadata_names(task: ZeroshotTaskConfig) -> tuple[str, ...]:
+    """Return the names of an image's numbers after the label: of a table, only the group is read."""
+    return (str(task.group_by),) if task.layout == "table" else task.metadata
 
 
 def _refuse_short(source: EvalSet, key: str, fact: Sequence[Any], metadata: Sequence[str]) -> None:
@@ -199,7 +207,7 @@ def _check_zeroshot(task: ZeroshotTaskConfig) -> None:
     source.check()
     _resolve_prompts(source, task)
     if source.kind == "metadata":
-        _check_metadata(source, task.metadata)
+        _check_metadata(source, _metadata_names(task))
 
 
 def run_attributes(scoring: Scoring, task: AttributesTaskConfig) -> Result:

@@ -83,8 +83,9 @@ def _train(
     layer = torch.nn.Linear(len(center), classes)
     with torch.no_grad():
         layer.weight.normal_(0, 0.01, generator=random)
-        # A class without a training pixel is never predicted.
-        seen = torch.from_numpy(np.isin(np.arange(classes), np.unique(data.masks)))
+        # A class without a training pixel that counts is never predicted.
+        present = np.setdiff1d(data.masks, [] if ignore is None else [ignore])
+        seen = torch.from_numpy(np.isin(np.arange(classes), present))
         layer.bias.copy_(torch.where(seen, 0.0, -1e4))
     layer.to(how.device)
     optimizer = torch.optim.AdamW(layer.parameters(), how.lr, weight_decay=1e-4)

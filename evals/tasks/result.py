@@ -127,10 +127,11 @@ class Result(NamedTuple):
     def _odd_data(self) -> list[str]:
         """Return warnings about data that inflate or limit a score on labelled images."""
         notes, largest = [], self.counts.get("largest_class", 0)
-        if largest > 1 and largest / self.n > min(1.2 * self.chance, self.chance + 0.05):
+        chance = self.chance / 5 if self.headline.startswith("acc5") else self.chance
+        if largest > 1 and largest / self.n > min(1.2 * chance, chance + 0.05):
             notes.append(
                 f"the largest class has {100 * largest / self.n:.1f} % of the images, which is the acc1 of always naming it "
-                f"(chance over the classes is {100 * self.chance:.1f} %); mean_per_class_recall weighs all classes equally"
+                f"(chance over the classes is {100 * chance:.1f} %); mean_per_class_recall weighs all classes equally"
             )
         recall = self.options.get("recall")
         if notes and isinstance(recall, dict) and len(recall) <= 12:

@@ -94,6 +94,26 @@ def test_worst_groups_of_five_need_five_classes(tmp_path):
         Suite({"z": task}).run(BagOfWords())
 
 
+def test_class_numbers_that_pandas_wrote_as_floats_are_numbers(tmp_path):
+    names = [f"thing {i}" for i in range(12)]
+    (tmp_path / "classnames.txt").write_text("\n".join(names))
+    for i in range(24):
+        picture(tmp_path / f"{i}.png", i)
+    metrics = []
+    for form in ("{}", "{}.0", "+{}"):
+        (tmp_path / "table.csv").write_text(
+            "\n".join(["image,label,group", *(f"{i}.png,{form.format(i % 12)},{i % 2}" for i in range(24))])
+        )
+        columns = {"file": "table.csv", "images": ["{image}"], "label": "{label}"}
+        task = ZeroshotTaskConfig(
+            root=str(tmp_path), layout="table", columns=columns, group_by="group", headline="acc5_worst_group"
+        )
+        result = Suite({"z": task}).run(BagOfWords())["z"]
+        metrics.append((result.metrics, result.predictions["label"].tolist()))
+    assert metrics[0] == metrics[1] == metrics[2] and metrics[0][1] == [i % 12 for i in range(24)]
+    assert result.chance == pytest.approx(5 / 12)  # five guesses
+
+
 def test_groups_of_a_table(tmp_path):
     rows = ["image,label,hospital"]
     for i in range(8):
@@ -107,6 +127,9 @@ def test_groups_of_a_table(tmp_path):
     groups = result.options["acc1_by_group"]
     assert {name: n for name, (_, n) in groups.items()} == {"north": 5, "Süd, 2": 3}
     assert result.metrics["acc1_worst_group"] == pytest.approx(min(share for share, _ in groups.values()), abs=1e-6)
+    # The catalogue's entry of Camelyon17 names the numbers of its shards, which a table does not have.
+    with_names = task.model_copy(update={"metadata": ("hospital", "slide", "y")})
+    assert Suite({"z": with_names}).run(BagOfWords())["z"].metrics == result.metrics
     named = task.model_copy(update={"group_by": "clinic"})
     with pytest.raises(DataError, match="row 1: no column 'clinic'"):
         Suite({"z": named}).check()

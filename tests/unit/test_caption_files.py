@@ -34,11 +34,14 @@ def root(tmp_path):
             "example_id": f"test_{i}",
             "split": "test" if i else "train",
             "image_file": f"{i}.jpg",
-            "description": f"a {i}",
+            "description": f"a\u2028{i}",
         }
         for i in range(4)
     ]
-    write(tmp_path / "docci/docci_descriptions.jsonlines", "\n".join(map(json.dumps, lines)))
+    write(
+        tmp_path / "docci/docci_descriptions.jsonlines",
+        "\n".join(json.dumps(line, ensure_ascii=False) for line in lines),
+    )
     items = [
         {"image": f"sam/images/sa_{i}.jpg", "conversations": [{"value": "?"}, {"value": f"one\ntwo {i}"}]}
         for i in range(1003)
@@ -71,7 +74,7 @@ def test_captions_are_those_of_the_authors_scripts(root):
     (first, *_) = opened("dci", root)
     assert first[0] == "photos/sa_0.jpg" and first[2] == ["A yard 0. It is wide. And. empty. now"]
     assert [(key, fact) for key, _, fact in opened("docci", root)] == [
-        (f"images/{i}.jpg", [f"a {i}"]) for i in (1, 2, 3)
+        (f"images/{i}.jpg", [f"a\u2028{i}"]) for i in (1, 2, 3)
     ]
     share = opened("sharegpt4v_1k", root)
     assert len(share) == 1000 and share.describe(999) == ("sam/images/sa_999.jpg", ["one two 999"])

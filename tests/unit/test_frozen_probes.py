@@ -162,6 +162,10 @@ def test_segmentation_recovers_classes_of_patches_and_counts_like_scikit_learn()
     there = true != 2
     expected = jaccard_score(true[there], predicted[there], average=None, labels=[0, 1, 2])
     assert linear_segmentation.mean_iou("linear_segmentation", tables).value == pytest.approx(expected.mean())
+    # A class that is ignored is not predicted, so it is none of the mean's.
+    short = SegmentationTraining(1e-6, 1, 8, 0, CPU)
+    ignoring = linear_segmentation.score(data, data, 3, 0, short)
+    assert ignoring.options["iou"].keys() <= {1, 2}
     with pytest.raises(DataError, match="every pixel is 252"):
         linear_segmentation.score(grid_features(np.full_like(masks, 252), 256), data, 3, 252, how)
 
