@@ -80,7 +80,10 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
         skipped: dict[str, int] = {}
         loss_by_key = dict(_losses(encoder, training_run, source, task, skipped))
         if not loss_by_key:
-            raise DataError(f"{task.shards}: no sample can be used: {', '.join(skipped)}")
+            length = "" if task.frames is None else f" This task sets frames={task.frames}."
+            raise DataError(
+                f"{scoring.name}: no sample of {task.shards} can be used: {', '.join(skipped)}.{length} Use other samples or fewer frames."
+            )
         loss_values = np.array(list(loss_by_key.values()))
         if not np.isfinite(loss_values).all():
             key = list(loss_by_key)[int(np.flatnonzero(~np.isfinite(loss_values))[0])]

@@ -48,7 +48,11 @@ NEEDS = {
     ),
     "slots": Need("slots", "has none", "Use a model with a slot readout (objective.model.readout.kind=sparo)."),
     "masks": Need("a mask per slot", "has none", "Use an object-centric model."),
-    "drawing": Need("reconstructed images", "has no decoder", "Use a slot model with a decoder."),
+    "drawing": Need(
+        "reconstructed images",
+        "reconstructs no single images",
+        "Use a slot model of images with a decoder. For videos, use video_masks with generate_frames=true.",
+    ),
     "clips": Need("a mask per slot and frame", "takes single images", "Train with objective.kind=video_slots."),
     "views": Need("rendered views", "takes images without cameras", "Train with objective.kind=novel_views."),
     "loss": Need("the recipe of its training run", "has weights only", "Give a run folder of `sparo train`."),

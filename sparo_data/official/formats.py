@@ -63,6 +63,8 @@ def multi_object(path: Path, name: str) -> Iterator[PublishedScene]:
 def _scene(features: dict[str, Value], s: MultiObjectSet, key: str, where: str) -> PublishedScene:
     height, width = s.side
     image, masks = (_bytes(features, field, where) for field in ("image", "mask"))
+    if len(image) == height * width:  # the binarized Multi-dSprites are gray
+        image = np.repeat(image, 3)
     if len(image) != height * width * 3 or not len(masks) or len(masks) % (height * width):
         raise DataError(
             f"{where}: image has {len(image)} bytes and mask has {len(masks)}, which does not fit {height} x {width} "

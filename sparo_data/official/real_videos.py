@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,6 +18,7 @@ from .clips import natural_sort_key, sanitize_key
 from .published import IGNORE, PublishedScene, decode_array
 from .run_lengths import decode_run_lengths
 
+logger = logging.getLogger(__name__)
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 _MAX_BYTES = 1 << 31  # limit of annotation files; that of YouTube-VIS 2021 has 0.4e9
 # Resolutions of DAVIS' folders, the common one first.
@@ -46,7 +48,13 @@ def davis(split: Path) -> Iterator[Video]:
         frames = _frame_files(root / "JPEGImages" / size / name)
         masks = next((found for kind in _MASKS if (found := root / kind / size / name).is_dir()), None)
         planes = [] if masks is None else [masks / f"{frame.stem}.png" for frame in frames]
-        complete = bool(planes) and all(plane.is_file() for plane in planes)
+        there = [plane.is_file() for plane in planes]
+        complete = bool(planes) and all(there)
+        # The test sets have the first mask only.
+        if any(there[1:]) and not complete:
+            logger.warning(
+                f"{masks}: lacks {there.count(False)} of {len(there)} masks, so this video is written without masks. Fetch DAVIS' annotations again."
+            )
         labels = [_mask(plane) for plane in planes if complete]
         yield _video(name, frames, labels, {"dataset": "davis", "split": split.stem}, str(masks))
 

@@ -42,6 +42,13 @@ def read(place, name, **options):
     return list(FORMATS[name].read(source))
 
 
+def test_gray_images_of_the_binarized_sprites_are_read(tmp_path):
+    image, label, stored = scene("multi_dsprites")
+    stored["image"] = pixels(image[..., 0])
+    (found,) = read(tfrecords(tmp_path / "m.tfrecords", [stored], gzip.compress), "multi_dsprites")
+    assert np.array_equal(found.image, image[..., :1].repeat(3, axis=2)) and np.array_equal(found.label, label)
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_multi_object_datasets(tmp_path, name):
     made = [scene(name) for _ in range(2)]

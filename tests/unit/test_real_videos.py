@@ -127,9 +127,21 @@ def test_videos_whose_frames_are_in_folders_of_one_name_are_separate(tmp_path):
 
 
 @pytest.mark.parametrize("masks", [False, "first"])
-def test_test_sets_of_davis_have_no_masks(tmp_path, masks):
+def test_test_sets_of_davis_have_no_masks(tmp_path, masks, caplog):
     for video in davis(write_davis(tmp_path, masks=masks, folder="Full-Resolution")):
         assert video.labels is None and video.boxes is None and len(video.frames) == 3
+    assert not caplog.records
+
+
+def test_a_video_that_lacks_some_masks_is_reported(tmp_path, caplog):
+    split = write_davis(tmp_path)
+    (tmp_path / "Annotations/480p/dog/00001.png").unlink()
+    with caplog.at_level("WARNING"):
+        bear, dog = davis(split)
+    assert bear.labels is not None and dog.labels is None
+    assert [r.getMessage().partition("Annotations")[2] for r in caplog.records] == [
+        "/480p/dog: lacks 1 of 3 masks, so this video is written without masks. Fetch DAVIS' annotations again."
+    ]
 
 
 def test_youtube_videos_have_objects_in_the_order_of_the_file(tmp_path):

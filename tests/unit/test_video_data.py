@@ -161,6 +161,13 @@ def test_a_window_lies_in_its_episode_and_depends_on_its_draw_alone(length, fram
     assert starts == "any" or found[0] % config.reach(found.step) == 0
 
 
+def test_a_single_stride_is_both_ends_of_the_range():
+    config = FramesConfig.model_validate({"count": 3, "stride": 2})
+    assert config == FramesConfig(count=3, stride=(2, 2))
+    with pytest.raises(ValueError, match="stride"):
+        FramesConfig.model_validate({"stride": 0})
+
+
 def test_windows_reach_every_start_and_stride():
     drawn = {
         (w.start, w.step)

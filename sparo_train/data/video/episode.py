@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from PIL import Image
+from pydantic import field_validator
 
 from ...core.config import Frozen, between, field
 from ...core.errors import BadSampleError
@@ -25,14 +26,19 @@ class FramesConfig(Frozen):
     count: int = field(6, "Number of frames of a clip, T.", gt=0, le=10_000)
     stride: Annotated[tuple[int, int], between(1, 10_000, rising=True)] = field(
         (1, 1),
-        "Smallest and largest distance from one frame of a clip to the next, in frames of the episode. The distance "
-        "is drawn for each clip, and limited by the length of the episode.",
+        "Smallest and largest distance from one frame of a clip to the next, in frames of the episode; a single number "
+        "is both. The distance is drawn for each clip, and limited by the length of the episode.",
     )
     starts: Literal["any", "tiles"] = field(
         "any",
         "First frame of a clip. any: any frame. tiles: a multiple of the number of frames that a clip spans, so "
         "that clips do not overlap (SAVi's random strided window).",
     )
+
+    @field_validator("stride", mode="before")
+    @classmethod
+    def _accept_one_distance(cls, value: Any) -> Any:
+        return [value, value] if isinstance(value, int) else value
 
     def window(self, length: int, rng: np.random.Generator) -> range:
         """Return the frames of a clip from an episode of `length`.
