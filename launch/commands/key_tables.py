@@ -65,7 +65,7 @@ def find_keys(word: str) -> list[Key]:
     Raises:
         ConfigError: there is none; with suggestions.
     """
-    keys = _deduplicate(list_keys(RunConfig))
+    keys = _deduplicate(list_keys(RunConfig, installed=True))
     if not word:
         return [key for key in keys if "." not in key.dotted]
     words = word.split(".")

@@ -258,6 +258,13 @@ def test_an_entry_with_the_name_of_a_built_in_one_is_reported(monkeypatch, caplo
     assert "'clip' of package rotations:METHOD has the name of a built-in entry" in caplog.messages[0]
 
 
+def test_keys_of_the_plugin_are_explained(place):
+    code, out = run(place, "config", "objective.model.readout.heads")
+    assert code == 0 and "kind=queries" in out, out
+    code, out = run(place, "config", "objective.loss.weight")
+    assert code == 2 and "not a key of a recipe" in out, out
+
+
 def test_tasks_that_do_not_fit_are_refused_before_step_1(place):
     text = {"task": "zeroshot", "root": str(place / "sets/zero")}
     code, out = run(place, "train", "recipe.yaml", "name=unfit", f"eval.tasks={{zero: {json.dumps(text)}}}")

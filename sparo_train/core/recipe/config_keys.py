@@ -5,12 +5,14 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ..errors import ConfigError
 from ..registry import FromRegistry
 
 _NO_BOUND = 100_000_000  # a limit that protects a counter means nothing to a reader
@@ -80,7 +82,9 @@ def child_shape(shape: Shape, name: str, block: Any) -> Shape:
     return None if field is None else infer_shape(field.annotation, field.metadata)
 
 
-def list_keys(shape: Shape, block: Any = None, prefix: str = "", entry_label: str = "") -> Iterator[Key]:
+def list_keys(
+    shape: Shape, block: Any = None, prefix: str = "", entry_label: str = "", installed: bool = False
+) -> Iterator[Key]:
     """Return every key below a shape, in order.
 
     Args:
@@ -89,20 +93,23 @@ def list_keys(shape: Shape, block: Any = None, prefix: str = "", entry_label: st
             entry of every registry, and NAME for named blocks.
         prefix: dotted key of the block.
         entry_label: see `Key`.
+        installed: without a block, entries of installed packages, too.
     """
     if isinstance(shape, Entries):
         for name in [NAME] if block is None else list(block):
             yield from list_keys(
-                shape.value_shape, None if block is None else block[name], f"{prefix}{name}.", entry_label
+                shape.value_shape, None if block is None else block[name], f"{prefix}{name}.", entry_label, installed
             )
     elif isinstance(shape, Items):
         if block is None:  # a recipe gives the whole list
-            yield from list_keys(shape.item_shape, None, f"{prefix.removesuffix('.')}[].", entry_label)
+            yield from list_keys(shape.item_shape, None, f"{prefix.removesuffix('.')}[].", entry_label, installed)
     elif isinstance(shape, RegistryBlock):
-        for model, label in _list_models(shape.from_registry, block, entry_label):
+        for model, label in _list_models(shape.from_registry, block, entry_label, installed):
             # The key that names the entry is listed with its block.
             yield from (
-                k for k in list_keys(model, block, prefix, label) if k.dotted != f"{prefix}{shape.from_registry.key}"
+                k
+                for k in list_keys(model, block, prefix, label, installed)
+                if k.dotted != f"{prefix}{shape.from_registry.key}"
             )
     elif shape is not None:
         for name, field in shape.model_fields.items():
@@ -111,21 +118,26 @@ def list_keys(shape: Shape, block: Any = None, prefix: str = "", entry_label: st
             # A block that is not given is empty, and its keys have their defaults.
             child_block = None if block is None else block.get(name, {}) if isinstance(block, Mapping) else {}
             if inner is not None and (block is None or isinstance(child_block, Mapping)):
-                yield from list_keys(inner, child_block, f"{prefix}{name}.", entry_label)
+                yield from list_keys(inner, child_block, f"{prefix}{name}.", entry_label, installed)
 
 
 def _list_models(
-    from_registry: FromRegistry, block: Any, entry_label: str
+    from_registry: FromRegistry, block: Any, entry_label: str, installed: bool
 ) -> Iterator[tuple[type[BaseModel] | None, str]]:
-    """Return the model of the block's entry, or of every built-in entry, with labels."""
+    """Return the model of the block's entry, or of every built-in (or installed) entry, with labels."""
     if block is not None:
         # Follow the named entry of a recipe; for the list of all recipes, only built-in entries, because others depend
         # on installed packages.
         yield (from_registry.find_model(block) if isinstance(block, Mapping) else None), entry_label
         return
-    for name in from_registry.registry.builtin:
-        entry = from_registry.registry.get(name)
-        yield (entry if isinstance(entry, type) else entry.config), f"{from_registry.key}={name}"
+    registry = from_registry.registry
+    for name in registry.names() if installed else registry.builtin:
+        model = None
+        with suppress(ConfigError, AttributeError):  # a broken package hides its own keys only
+            entry = registry.get(name)
+            model = entry if isinstance(entry, type) else entry.config
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            yield model, f"{from_registry.key}={name}"
 
 
 def keys_named(model: type[BaseModel], tree: Mapping[str, Any], name: str) -> list[str]:
