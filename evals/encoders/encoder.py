@@ -48,7 +48,7 @@ from .capabilities import (
     ViewsEncoder,
 )
 from .dense import DenseEncoder
-from .pixels import BandPixels, FlooredPixels, LibraryPixels, MappedPixels, Pixels, SquarePixels
+from .pixels import BandPixels, FlooredPixels, LibraryPixels, MappedPixels, Pixels, SquarePixels, as_array
 
 
 def texts_per_batch(device: torch.device) -> int:
@@ -243,8 +243,7 @@ class Encoder(ABC):
             if isinstance(self.transform, LibraryPixels | FlooredPixels | SquarePixels):
                 return postprocess(picture, UNCONVERTED)
             return postprocess(to_8bit(picture, how.pixel_range or "by_type"), TRAINING)
-        picture = picture.cpu().numpy() if isinstance(picture, Tensor) else picture
-        return postprocess(from_array(picture, how.pixel_range or "by_type"), UNCONVERTED)
+        return postprocess(from_array(as_array(picture), how.pixel_range or "by_type"), UNCONVERTED)
 
     @property
     def weights(self) -> str:

@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.decode.bands import PixelRange
 from sparo_train.data.decode.decoding import Decoding, to_8bit, to_bands
 from sparo_train.data.examples.image_transforms import centre, eval_pixels, shortest_side, thin_centre
@@ -150,3 +151,15 @@ class LibraryPixels:
     def __repr__(self) -> str:
         first = "RGB first" if self._rgb_first else "the file's mode"
         return "; ".join([first, *(" ".join(repr(step).split()) for step in self._steps)])
+
+
+def as_array(picture: object) -> np.ndarray:
+    """Return an array or tensor of pixels as an array. Raises `DataError` for anything else."""
+    if isinstance(picture, torch.Tensor):
+        # NumPy has no bf16.
+        return (picture.float() if picture.dtype == torch.bfloat16 else picture).detach().cpu().numpy()
+    if not isinstance(picture, np.ndarray):
+        raise DataError(
+            f"images: expected paths, PIL images, arrays or tensors, got {type(picture).__name__}. Open a file in memory with PIL.Image.open."
+        )
+    return picture

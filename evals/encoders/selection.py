@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,6 +32,12 @@ class MaskedEncoder(Encoder):
         label: name for messages.
     """
 
+    # Copies are made without arguments.
+    def __new__(cls, inner: Encoder | None = None, *_args: Any, **_options: Any) -> MaskedEncoder:
+        """Return an encoder with texts if `inner` has any."""
+        with_text = cls is MaskedEncoder and isinstance(inner, TextEncoder)
+        return object.__new__(MaskedTextEncoder if with_text else cls)
+
     def __init__(self, inner: Encoder, mask: Tensor, label: str = ""):
         width, slots = inner.width, inner.slots
         if mask.shape not in ((width,), (slots,)):
@@ -45,12 +51,13 @@ class MaskedEncoder(Encoder):
         self.mask = mask.float().repeat_interleave(width // slots) if mask.shape == (slots,) else mask.float()
 
     @classmethod
-    def keep_slots(cls, inner: Encoder, slots: Sequence[int]) -> MaskedEncoder:
-        """Keep these slots only. Raises `ConfigError` for a number that is not a slot."""
-        select_slots(inner, tuple(slots))
+    def keep_slots(cls, inner: Encoder, slots: Iterable[int]) -> MaskedEncoder:
+        """Keep these slots only. Raises `ConfigError` for a number that is not a slot, or occurs twice."""
+        chosen = tuple(slots.tolist() if isinstance(slots, Tensor | np.ndarray) else slots)
+        select_slots(inner, chosen, option="slots")
         mask = torch.zeros(inner.slots)
-        mask[list(slots)] = 1
-        return _with_text(inner)(inner, mask, f"{inner.label} slots {','.join(map(str, slots))}")
+        mask[list(chosen)] = 1
+        return cls(inner, mask, f"{inner.label} slots {','.join(map(str, chosen))}")
 
     @property
     def precision(self) -> Precision:  # pyright: ignore
@@ -93,15 +100,6 @@ class MaskedTextEncoder(MaskedEncoder, TextEncoder):  # pyright: ignore[reportIn
     def _texts(self) -> TextEncoder:
         assert isinstance(self.inner, TextEncoder)
         return self.inner
-
-
-def mask_encoder(inner: Encoder, mask: Tensor, label: str = "") -> MaskedEncoder:
-    """Return `inner` with a mask, and with its texts if it has any."""
-    return _with_text(inner)(inner, mask, label)
-
-
-def _with_text(inner: Encoder) -> type[MaskedEncoder]:
-    return MaskedTextEncoder if isinstance(inner, TextEncoder) else MaskedEncoder
 
 
 SCHEMA = 1
@@ -224,7 +222,7 @@ def keep_units(encoder: Encoder, selection: Selection, where: str = "--slots") -
         raise ConfigError(
             f"{where}: has {selection.count} {selection.units}, but {encoder.label} has {encoder.slots} slots"
         )
-    return mask_encoder(
+    return MaskedEncoder(
         encoder, mask_factors(selection, encoder.width), f"{encoder.label} {describe_selection(selection)}"
     )
 
@@ -249,13 +247,19 @@ def describe_selection(selection: Selection) -> str:
     return f"{selection.method}: {len(selection.chosen)} of {selection.count} {selection.units}"
 
 
-def select_slots(encoder: Encoder, slots: tuple[int, ...], **facts: Any) -> Selection:
-    """Keep slots chosen by the user. Raises `ConfigError` if the encoder has no such slot."""
+def select_slots(encoder: Encoder, slots: tuple[int, ...], option: str = "--slots", **facts: Any) -> Selection:
+    """Keep slots chosen by the user, by an `option` for errors. Raises `ConfigError` if the encoder has no such slot, or a slot occurs twice."""
     if encoder.slots < 2:
-        raise ConfigError(f"--slots: {encoder.label} has no slots. Use a model with a readout (readout.kind=sparo).")
-    wrong = [slot for slot in slots if not isinstance(slot, int | np.integer) or not 0 <= slot < encoder.slots]
+        raise ConfigError(f"{option}: {encoder.label} has no slots. Use a model with a readout (readout.kind=sparo).")
+    wrong = [
+        slot
+        for slot in slots
+        if isinstance(slot, bool) or not isinstance(slot, int | np.integer) or not 0 <= slot < encoder.slots
+    ]
+    if len(set(slots)) < len(slots):
+        raise ConfigError(f"{option}: names a slot twice, got {', '.join(map(str, slots))}. Give each slot once.")
     if wrong or not slots:
         raise ConfigError(
-            f"--slots {wrong[0] if wrong else ''}: {encoder.label} has {encoder.slots} slots, numbered from 0"
+            f"{option} {wrong[0] if wrong else ''}: {encoder.label} has {encoder.slots} slots, numbered from 0"
         )
     return Selection(checkpoint=encoder.weights, label=encoder.label, count=encoder.slots, chosen=slots, **facts)

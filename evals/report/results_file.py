@@ -78,8 +78,8 @@ def append(
     return Record(checkpoint, task, result, facts, predictions_file, folder)
 
 
-def read_records(places: Iterable[str | Path]) -> list[Record]:
-    """Return the newest line per checkpoint and task of these folders, run folders or .jsonl files, in the order of first occurrence.
+def read_records(places: str | Path | Iterable[str | Path]) -> list[Record]:
+    """Return the newest line per checkpoint and task of a folder, run folder or .jsonl file, or several, in the order of first occurrence.
 
     Scores with `--limit` only count if a task has no others.
 
@@ -87,7 +87,7 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
         DataError: no results, or a line of another version. Lines that a kill or a full disk truncated are skipped.
     """
     newest: dict[tuple[str, str], Record] = {}
-    for place in places:
+    for place in [places] if isinstance(places, str | Path) else places:
         path, names = _find_file(Path(place)), _names(Path(place))
         for number, line in enumerate(read_bytes(path, DataError).decode("utf-8", "replace").split("\n"), 1):
             try:

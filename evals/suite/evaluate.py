@@ -101,6 +101,9 @@ def tasks_for(
 
 def _unknown_task(name: str, available: Mapping[str, TaskConfig], candidates: Sequence[str]) -> str:
     """Return a similar name, or where names can be found; the catalogue has hundreds."""
+    base, colon, kind = name.partition(":")
+    if colon and base in candidates:
+        return f"only `probe` can follow the name of a set, and only of a set that is scored by prompts, got {kind}. For other tasks, write a YAML file and give it to --data."
     if name in TASKS.names():
         problem, names = "is a kind of task, not a name", [n for n, task in available.items() if task.task == name]
     else:
@@ -129,7 +132,7 @@ def _available_tasks(checkpoint: str, data: Path | None) -> dict[str, TaskConfig
 
 def evaluate(
     checkpoint: str | Path | Encoder,
-    tasks: Sequence[str] | Mapping[str, TaskConfig] | None = None,
+    tasks: str | Sequence[str] | Mapping[str, TaskConfig] | None = None,
     data: str | Path | None = None,
     options: EvalOptions | None = None,
 ) -> dict[str, Result]:
@@ -137,7 +140,7 @@ def evaluate(
 
     Args:
         checkpoint: anything that `sparo eval` accepts, or a loaded encoder.
-        tasks: names as for `sparo eval --tasks`, or configurations by name; default: the tasks of the run or of `data`.
+        tasks: a name or names as for `sparo eval --tasks`, or configurations by name; default: the tasks of the run or of `data`.
         data: a YAML file with `tasks:`.
         options: by default nothing is written; `latest=True` stores the results in the run folder.
 
@@ -149,6 +152,8 @@ def evaluate(
             `options`.
     """
     ranks = Ranks(World(), "gloo", 0.0)
+    if tasks is not None and not len(tasks):
+        raise ConfigError("tasks: is empty. Name at least one, or leave out `tasks` to score all tasks of the run.")
     if isinstance(checkpoint, Encoder):
         if not isinstance(tasks, Mapping):
             raise ConfigError(
@@ -158,7 +163,8 @@ def evaluate(
             raise ConfigError("`data` and `options`: apply to checkpoints only, got an encoder. Remove both keys.")
         return Suite(dict(tasks)).run(checkpoint, ranks=ranks)
     if not isinstance(tasks, Mapping):
-        tasks = tasks_for(str(checkpoint), None if data is None else Path(data), tasks, option="tasks")
+        names = [tasks] if isinstance(tasks, str) else tasks
+        tasks = tasks_for(str(checkpoint), None if data is None else Path(data), names, option="tasks")
     options = options or EvalOptions()
     return evaluate_checkpoint(str(checkpoint), dict(tasks), options, ranks, lambda *_: None)
 

@@ -75,6 +75,9 @@ def test_python_gives_the_scores_of_the_command_and_writes_nothing(scored, monke
     lines = [json.loads(line) for line in (root / "results/results.jsonl").read_text().splitlines()]
     stored = {line["name"]: line["metrics"] for line in lines if line["checkpoint"] == "runs/s0"}
     results = evaluate("runs/s0", ["ret", "zero"], data="tasks.yaml")
+    assert evaluate("runs/s0", "zero", data="tasks.yaml")["zero"].metrics == results["zero"].metrics
+    with pytest.raises(ConfigError, match="tasks: is empty"):
+        evaluate("runs/s0", [], data="tasks.yaml")
     assert {name: result.metrics for name, result in results.items()} == {
         name: pytest.approx(stored[name]) for name in ("ret", "zero")
     }
@@ -111,6 +114,8 @@ def test_tasks_are_selected_by_data_folder_and_by_catalogue_group(scored):
     assert next(rows)["sugar_crepe headline odd"] == "True"
     done = sparo("eval", "runs/s0", "--tasks", "sugar_crep", cwd=root)
     assert done.returncode == 2 and "did you mean 'sugar_crepe'?" in done.stderr
+    done = sparo("eval", "runs/s0", "--tasks", "imagenet1k:knn", cwd=root)
+    assert done.returncode == 2 and "only `probe` can follow the name of a set" in " ".join(done.stderr.split())
     listed = sparo("eval", "--list", cwd=root, COLUMNS="200")
     assert "sugar_crepe  odd  1,560 images" in listed.stdout and "val/WNID/*.JPEG" in listed.stdout
 

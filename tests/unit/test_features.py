@@ -1,5 +1,6 @@
 """The feature store: encodes once, never mixes up data, and stores parts completely or not at all."""
 
+import copy
 import io
 import json
 import multiprocessing
@@ -17,7 +18,7 @@ from evals.encoders.baselines import PixelEncoder
 from evals.encoders.clip_encoder import ClipEncoder
 from evals.encoders.encoder import Encoder, TextEncoder
 from evals.encoders.pixels import Pixels
-from evals.encoders.selection import MaskedEncoder, mask_encoder
+from evals.encoders.selection import MaskedEncoder
 from evals.feature_store.feature_table import View
 from evals.feature_store.features import BatchSize, FeatureStore
 from evals.sets.base import Limited, sha256
@@ -133,6 +134,16 @@ def test_half_precision_is_stored_and_read_as_fp32(source, tmp_path):
     half, full = (FeatureStore(tmp_path, kind).images(Counting(), source) for kind in ("fp16", "fp32"))
     assert half.parts[0].dtype == np.float16 and half.in_memory().dtype == torch.float32
     assert 0 < (half.in_memory() - full.in_memory()).abs().max() < 1e-3
+
+
+def test_weights_that_are_written_through_data_are_hashed_again(source, tmp_path):
+    encoder, store = clip(), FeatureStore(tmp_path)
+    before = store.images(encoder, source).in_memory()
+    for p in encoder.model.parameters():
+        p.data.mul_(1.01)
+    after = store.images(encoder, source).in_memory()
+    assert not torch.equal(before, after)
+    assert torch.equal(after, FeatureStore(tmp_path / "new").images(encoder, source).in_memory())
 
 
 def test_a_damaged_part_is_encoded_again(source, tmp_path):
@@ -296,9 +307,20 @@ def test_a_selection_of_slots_is_an_encoder_over_the_same_stored_features(tmp_pa
     pixels = inner.stack([inner.transform(image) for _, image, _ in source])
     assert torch.allclose(chosen.encode(pixels), found, atol=1e-6)
     assert isinstance(chosen, TextEncoder) and torch.equal(chosen.text(["a cat"]), inner.text(["a cat"]))
-    assert not isinstance(mask_encoder(PixelEncoder(4), torch.ones(48)), TextEncoder)
+    assert not isinstance(MaskedEncoder(PixelEncoder(4), torch.ones(48)), TextEncoder)
+    whole_mask = copy.deepcopy(MaskedEncoder(inner, torch.ones(3)))
+    assert isinstance(whole_mask, TextEncoder) and torch.equal(whole_mask.text(["a cat"]), inner.text(["a cat"]))
+    for slots in ((number for number in (0, 2)), torch.tensor([0, 2]), np.array([0, 2])):
+        assert torch.equal(MaskedEncoder.keep_slots(inner, slots).mask, chosen.mask)
+    for slots, message in (
+        ([0, 0], "slots: names a slot twice"),
+        ([True], "slots True: .* numbered from 0"),
+        ([], "slots : "),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            MaskedEncoder.keep_slots(inner, slots)
     with pytest.raises(ConfigError, match=r"expected a mask of shape \(12,\) or \(3,\), got \(5,\)"):
-        mask_encoder(inner, torch.ones(5))
+        MaskedEncoder(inner, torch.ones(5))
 
 
 def test_texts_of_any_length_are_encoded_as_alone():

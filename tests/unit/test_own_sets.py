@@ -98,6 +98,18 @@ def test_paths_and_images_of_python_have_the_same_encoding(tmp_path):
     assert array.shape[2] == 4 and np.allclose(encoder.images([array]), encoder.images([Image.fromarray(array)]))
 
 
+def test_tensors_and_arrays_of_any_kind_are_encoded_and_other_objects_refused():
+    encoder, values = PixelEncoder(8), np.random.default_rng(0).integers(0, 1000, (9, 9), dtype=np.uint16)
+    assert torch.equal(encoder.images([values.astype(">u2")]), encoder.images([values]))
+    floats = torch.rand(9, 9, 3, dtype=torch.bfloat16).requires_grad_()
+    assert torch.equal(encoder.images([floats]), encoder.images([floats.detach().float()]))
+    for other in (b"jpeg", io.BytesIO(), None):
+        with pytest.raises(
+            DataError, match=r"images: expected paths, PIL images, arrays or tensors, got (bytes|BytesIO|NoneType)"
+        ):
+            encoder.images([other])
+
+
 def test_deep_images_are_mapped_before_they_are_rotated():
     values = np.linspace(0, 65535, 30 * 20).reshape(20, 30).astype(np.uint16)
     exif = Image.Exif()

@@ -225,7 +225,7 @@ def test_shards_at_a_url_read_the_same(tmp_path):
     ("pattern", "message"),
     [
         ("{root}/sharts", r"matches no shard; did you mean 'shards'\?"),
-        ("{root}/shards/train", r"matches no shard; the \.tar files are in .*/shards\. Use this folder"),
+        ("{root}/shards/train", r"matches no shard; the \.tar files are one folder above, in `.*/shards`"),
         ("data/emoji/train", "matches no shard; `sparo data emoji` makes it"),
         ("{root}/none/{{0..3}}.tar", "is not a folder"),
         ("pipe:cat x.tar", "runs a shell command"),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from evals.encoders.encoder import TwoTowerEncoder
 from evals.encoders.heads import SelectedHeads, make_heads
 from evals.encoders.pixels import Pixels
-from evals.encoders.selection import Selection, keep_units, mask_encoder, read_selection, select_slots, write_selection
+from evals.encoders.selection import MaskedEncoder, Selection, keep_units, read_selection, select_slots, write_selection
 from evals.slots.units import make_units
 from sparo_train.core.errors import ConfigError
 from tests.unit.test_slot_studies import clip
@@ -83,9 +83,9 @@ def test_a_selection_file_round_trips(sparo, tmp_path):
     assert read_selection(tmp_path / "s.json") == given
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     mask = torch.tensor([1.0, 0, 1, 0])
-    assert torch.equal(keep_units(sparo, given).encode(pixels), mask_encoder(sparo, mask).encode(pixels))
+    assert torch.equal(keep_units(sparo, given).encode(pixels), MaskedEncoder(sparo, mask).encode(pixels))
     real = given.model_copy(update={"mask": (0.5, 0.25, 0.0, 1.0)})
-    soft = mask_encoder(sparo, torch.tensor(real.mask))
+    soft = MaskedEncoder(sparo, torch.tensor(real.mask))
     assert torch.equal(keep_units(sparo, real).encode(pixels), soft.encode(pixels))
 
 

@@ -321,6 +321,7 @@ def from_array(values: np.ndarray, how: PixelRange) -> Image.Image:
     if values.ndim not in (2, 3) or (values.ndim == 3 and values.shape[2] not in (3, 4)) or not values.size:
         raise BadSampleError("bad image", detail=f"shape {values.shape}, expected (H, W) or (H, W, 3)")
     if values.dtype != np.uint8:
+        values = values.astype(values.dtype.newbyteorder("="), copy=False)  # files of some formats are big-endian
         if values.dtype != np.uint16 and values.dtype.kind != "f":
             raise BadSampleError("bad image", detail=f"dtype {values.dtype}; expected uint8, uint16 or floats")
         values = to_uint8(values, how, values.dtype.kind == "f")

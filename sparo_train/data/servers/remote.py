@@ -347,4 +347,4 @@ def _nearest_existing(url: str, suffix: str) -> str:
         return f"{folder} is not a folder" if "://" not in url else "check the address and your credentials"
     hint = did_you_mean(Path(url).name, [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == suffix][:200])
     above = hint.startswith("known") and not Path(url).suffix and any(folder.glob(f"*{suffix}"))
-    return f"the {suffix} files are in {folder}. Use this folder" if above else hint
+    return f"the {suffix} files are one folder above, in `{folder}`" if above else hint
