@@ -103,7 +103,10 @@ def _unknown_task(name: str, available: Mapping[str, TaskConfig], candidates: Se
     """Return a similar name, or where names can be found; the catalogue has hundreds."""
     base, colon, kind = name.partition(":")
     if colon and base in candidates:
-        return f"only `probe` can follow the name of a set, and only of a set that is scored by prompts, got {kind}. For other tasks, write a YAML file and give it to --data."
+        return (
+            f"only `probe` can follow the name of a set, and only of a set that is scored by prompts, got {kind}. "
+            "For other tasks, write a YAML file and give it to --data."
+        )
     if name in TASKS.names():
         problem, names = "is a kind of task, not a name", [n for n, task in available.items() if task.task == name]
     else:
