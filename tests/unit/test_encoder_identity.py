@@ -51,7 +51,7 @@ def test_changed_weights_are_encoded_again(runs, tmp_path):
 def test_slots_in_python_are_checked(runs, tmp_path):
     encoder = load_encoder(runs[0])
     for wrong, message in (([-1], "-1"), ([1.0], "1.0"), ([4], "4"), ([], "")):
-        with pytest.raises(ConfigError, match=f"--slots {message}: .* has 4 slots, numbered from 0"):
+        with pytest.raises(ConfigError, match=f"^slots {message}: .* has 4 slots, numbered from 0"):
             MaskedEncoder.keep_slots(encoder, wrong)
         with pytest.raises(ConfigError, match=f"--slots {message}: .* has 4 slots, numbered from 0"):
             only_slots(encoder, wrong)
