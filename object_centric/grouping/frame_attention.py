@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparo_train.core.first_order import first_order
+
 AttentionScope = Literal["earlier", "all"]
 
 
@@ -58,6 +60,7 @@ class FrameAttention(torch.autograd.Function):
         return weighted_sum, total, attention, x
 
     @staticmethod
+    @first_order
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
         d_weighted_sum: Tensor | None,

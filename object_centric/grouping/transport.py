@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.errors import ConfigError
+from sparo_train.core.first_order import first_order
 from sparo_train.models.precision import at_least_fp32
 
 from .sparse_transport import l2_plan, sliced_plan
@@ -105,6 +106,7 @@ class _Sinkhorn(torch.autograd.Function):
         return (potentials.u[-1] + last - cost).exp(), last
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cost, a, b, *rest = ctx.saved_tensors
         potentials = _Potentials(rest[: ctx.steps], rest[ctx.steps :])
@@ -127,6 +129,7 @@ class _EntropyGradient(torch.autograd.Function):
         return entropy_grad, potentials.v[-1].clone()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cost, a, b, *rest = ctx.saved_tensors
         potentials = _Potentials(rest[: ctx.steps], rest[ctx.steps :])

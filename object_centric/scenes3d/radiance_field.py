@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
+from sparo_train.core.first_order import first_order
+
 from .field_layers import (
     FieldActivations,
     FieldInputs,
@@ -97,6 +99,7 @@ class _FieldFunction(torch.autograd.Function):
         return head_outputs, colours
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, d_head_outputs: Tensor, d_colours: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         # If backward is called inside an autocast block, `low` alone determines which products are in 16 bits.
         with torch.autocast(d_head_outputs.device.type, enabled=False):

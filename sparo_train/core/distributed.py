@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from .config import differences
 from .errors import ConfigError, LostRankError, SparoError, UnexpectedError
+from .first_order import first_order
 from .rendezvous import connect_store, find_rendezvous
 from .world import World, note_start
 
@@ -105,6 +106,7 @@ class _Gather(torch.autograd.Function):
         return out.to(tensor.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         # Every rank has a gradient for every rank's tensor; each receives only the sum for its own.
         whole = gradients[0].contiguous()

@@ -9,11 +9,9 @@ Sigmoid, as in SigLIP (Zhai et al. 2023, Eq. 1), with z_ij = scale * <x_i, y_j> 
     -1/B sum_ij log sigmoid(t_ij z_ij),  t_ij = 1 on the diagonal, -1 off it
 
 Every rank holds b of the B pairs. In a ring, each rank keeps its images, and the texts of the other ranks pass by one
-rank at a time. A block of b x b logits (in tiles of rows) contributes to the log-sum-exp of the local images and to
-that of the visiting texts, which travels with them and is complete when they return. The backward makes the round
-again: a block of dL/dz contributes to the gradient of the local images and to that of the visiting texts, which
-travels, too. This takes one product of features per block in forward and three in backward, instead of two and four if
-every rank computes the rows of its images and of its texts.
+rank at a time. A block of b x b logits (in tiles of rows) contributes to the log-sum-exp of the local images and to that
+of the visiting texts, which travels with them. Backward repeats this with blocks of dL/dz and gradients. This takes one
+product of features per block in forward and three in backward; computing all rows of both takes two and four.
 
 Ranks average their gradients afterwards (DDP, FSDP2 and DeepSpeed do), so each rank's loss is its share of the global
 loss times the number of ranks: the mean of losses is the global loss, and the mean of gradients is its gradient.
@@ -32,6 +30,7 @@ from torch.nn import functional as F
 
 from ..core.config import Frozen, field
 from ..core.distributed import Ring
+from ..core.first_order import first_order
 
 Exchange = Literal["auto", "gather", "ring"]
 _TILE = 1 << 22  # number of logits in a tile
@@ -55,8 +54,8 @@ class Contrast(NamedTuple):
 class ContrastiveLoss(Frozen):
     """The recipe's `objective.loss` block: a loss of the logits between all images and texts of the global batch.
 
-    An entry of `sparo.losses` derives from it and adds `kind`, its own keys and `mean_loss`. The caller gathers the encodings of all ranks and
-    computes logits in fp32 as `exp(logit_scale) * <image, text>`.
+    An entry of `sparo.losses` derives from it and adds `kind`, its own keys and `mean_loss`. The caller gathers the
+    encodings of all ranks and computes logits in fp32 as `exp(logit_scale) * <image, text>`.
     """
 
     # Add the loss of texts against images and take the mean of both. False if the rows of images contain every term
@@ -65,7 +64,7 @@ class ContrastiveLoss(Frozen):
     # Add `model.logit_bias`, a trained scalar, to the logits.
     uses_bias: ClassVar[bool] = False
     # The same loss in tiles, for `exchange: ring`: apply(image, text, scale, bias, ring, rows of a tile) -> (loss,
-    # correct). None: every rank always gathers all encodings and holds its rows of logits at once.
+    # correct). None: always gather.
     tiled: ClassVar[type[torch.autograd.Function] | None] = None
 
     kind: str = field(..., "Kind of the loss: an entry of sparo.losses.")
@@ -214,6 +213,7 @@ class _RingSoftmax(torch.autograd.Function):
         return ((rows - diagonal).mean() + (own - diagonal).mean()) / 2, correct
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         image, text, scale, rows, columns = ctx.saved_tensors
 
@@ -263,6 +263,7 @@ class _RingSigmoid(torch.autograd.Function):
         return total / b, correct
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         image, text, scale, bias = ctx.saved_tensors
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..core.distributed import gather_rows, sum_over_ranks
+from ..core.first_order import first_order
 
 
 class Distilled(NamedTuple):
@@ -54,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss / (pairs * batch)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = ctx.saved_tensors
         return gradient * grad_outputs[0].to(gradient.dtype), None, None
@@ -72,7 +72,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = ctx.saved_tensors
         return gradient * grad_outputs[0].to(gradient.dtype), None, None, None

@@ -97,7 +97,7 @@ def test_attention_alone_has_gradients_if_tokens_are_narrower_than_heads():
 
 
 def test_equation_one_term_by_term():
-    """Compute y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D)) slot by slot, with Appendix A's biases. / sqrt(D)), slot by slot, with Appendix A's biases."""
+    """Compute y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D)) slot by slot, with Appendix A's biases."""
     module = _module(slots=3)
     h = torch.randn(7, 24, dtype=torch.float64)
     for slot in range(3):

@@ -1,4 +1,4 @@
-"""Autograd functions with a written backward give the same gradients when backward is called inside an autocast block."""
+"""Autograd functions with a hand-written backward: inside autocast, compiled, and differentiated twice."""
 
 import pytest
 import torch
@@ -135,3 +135,17 @@ def test_a_compiled_graph_is_whole_and_has_the_same_gradients(name):
         *(torch.autograd.grad(f(), inputs, allow_unused=True) for f in (call, compiled)), strict=True
     ):
         torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_second_derivatives_are_computed_or_refused(name):
+    torch.manual_seed(0)
+    call, inputs = CASES[name]()
+    if name in ("SPARO", "separate values", "sum over ranks"):
+        first = torch.autograd.grad(call(), inputs, create_graph=True)
+        assert all(g.requires_grad for g in first)
+        return
+    # Another path to the inputs, which alone would give a wrong second derivative without an error.
+    value = call() + sum(x.pow(3).sum() for x in inputs)
+    with pytest.raises(NotImplementedError, match="expected first derivatives only, got create_graph=True"):
+        torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
