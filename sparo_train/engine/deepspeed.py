@@ -72,8 +72,6 @@ class DeepSpeedEngine:
             freezes parameters in some steps.
     """
 
-    replicated = False
-
     def __init__(self, config: DeepSpeedEngineConfig, optim: OptimConfig, ranks: Ranks):
         self.config, self.optim_config, self.ranks = config, optim, ranks
         self.share, self.device_context = (ranks.rank, ranks.size), Device(config)
@@ -220,7 +218,7 @@ class DeepSpeedEngine:
         named = self._trained_parameters()
         return {id(named[name]): gradient for name, gradient in self._zero.gradients(named)}
 
-    def full_model(self) -> AbstractContextManager[Objective | None]:
+    def full_model(self) -> AbstractContextManager[Objective]:
         return self._plain.fill(self._gather_weights)
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:

@@ -59,7 +59,6 @@ class Fsdp2Engine(RankedEngine):
 
     kind = "fsdp2"
     config: Fsdp2EngineConfig
-    replicated = False
 
     def prepare(self, objective: Objective) -> None:
         # Copy now, while the model is an ordinary module, because sharded modules cannot be copied whole.
@@ -132,7 +131,7 @@ class Fsdp2Engine(RankedEngine):
     def _norms(self) -> dict[int, Tensor]:
         return sum_norms(self.objective, self._own_gradients(), self.ranks, self.device)
 
-    def full_model(self) -> AbstractContextManager[Objective | None]:
+    def full_model(self) -> AbstractContextManager[Objective]:
         return self._plain.fill(self._gather_weights)
 
     def _own_gradients(self) -> dict[int, Tensor]:

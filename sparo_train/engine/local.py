@@ -34,7 +34,6 @@ class LocalEngine:
 
     kind = "local"
     share = (0, 1)  # rank and number of the processes that write a checkpoint together
-    replicated = True  # every rank can evaluate
 
     def __init__(self, config: DeviceConfig, optim: OptimConfig):
         self.config, self.optim_config = config, optim
@@ -129,8 +128,8 @@ class LocalEngine:
         """Return gradients by the id of their parameter."""
         return {id(p): p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
 
-    def full_model(self) -> AbstractContextManager[Objective | None]:
-        """Return the objective as an ordinary module in evaluation mode; None on ranks that do not have it."""
+    def full_model(self) -> AbstractContextManager[Objective]:
+        """Return the objective as an ordinary module in evaluation mode."""
         return self._evaluating()
 
     @contextmanager

@@ -172,32 +172,34 @@ def record_collectives(size: int, folder: Path) -> None:
 
 
 class PlainCopy:
-    """Copy of the objective on rank 0, for evaluation with engines that shard parameters.
+    """The objective as an ordinary module on every rank, for evaluation with engines that shard parameters.
 
-    It is created before anything is wrapped, on the host, so it needs no device memory until it is used.
+    Created before anything is wrapped. Its weights take no memory until they are gathered for an evaluation.
     """
 
     def __init__(self, objective: Objective, ranks: Ranks, device: torch.device):
         self.ranks, self.device = ranks, device
-        # Uses host memory of one rank instead of memory of every GPU.
-        self._plain = copy.deepcopy(objective) if ranks.rank == 0 else None
+        # deepcopy uses these tensors instead of copying weights.
+        empty = {id(t): _without_memory(t) for t in objective.state_dict(keep_vars=True).values()}
+        self._plain = copy.deepcopy(objective, empty)
+        self._empty = self._plain.state_dict(keep_vars=True)
 
     @contextmanager
-    def fill(self, gathered: Callable[[], Iterator[tuple[str, Tensor]]]) -> Iterator[Objective | None]:
-        """Return the objective with its present weights in evaluation mode on rank 0; None on the others.
+    def fill(self, gathered: Callable[[], Iterator[tuple[str, Tensor]]]) -> Iterator[Objective]:
+        """Return the objective with its present weights in evaluation mode.
 
         Args:
             gathered: the objective's state, one whole tensor at a time; all ranks iterate together.
         """
         with self.ranks.error_context("gathering the model"), torch.no_grad():
-            # One tensor at a time is whole on the device, whatever the model's size.
-            state = {name: t.to("cpu", copy=True) for name, t in gathered() if self._plain is not None}
-        if self._plain is None:
-            yield None
-            return
-        self._plain.load_state_dict(state, assign=False)
+            self._plain.load_state_dict(dict(gathered()), assign=True)
         try:
             # In evaluation mode only inside this context.
             yield self._plain.to(self.device).eval()
         finally:
-            self._plain.to("cpu")
+            self._plain.load_state_dict(self._empty, assign=True)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from ..core.disk.metrics import MetricsLog, read
 from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
 from ..core.errors import CollapseError, StoppedError
-from ..core.world import World
 from .meter import FlopCounter, Meter, MetricExchange, RunClock, average_over_ranks, memory, utilisation
 from .run_config import EvalConfig, LogConfig, ProfileConfig
 from .state import Display, Evaluate
@@ -253,9 +252,6 @@ class Profile:
             logger.warning(f"log.profile: failed ({type(error).__name__}: {error}). The run continues without a trace.")
 
 
-_SINGLE_RANK = Ranks(World(), "gloo", 0.0)
-
-
 class Evaluation:
     """Evaluation of steps, once each, however often the run is stopped and resumed.
 
@@ -311,16 +307,9 @@ class Evaluation:
         evaluate, begin = self.evaluate, time.monotonic()
         assert evaluate is not None
         # Evaluation runs uncompiled: its scores are those of `sparo eval`, and batches of other sizes would have to be compiled again.
-        with self.engine.full_model() as model, torch.compiler.set_stance("force_eager"):
-            objective = cast(Objective, model)
+        with self.engine.full_model() as objective, torch.compiler.set_stance("force_eager"):
             try:
-                on_all_ranks = self.engine.replicated  # otherwise the others have no model, and wait
-                scores = (
-                    # If all ranks have the model, each scores its share, so that no GPU waits for rank 0.
-                    evaluate(objective, step, self.ranks)
-                    if on_all_ranks
-                    else self.ranks.rank0_broadcast(lambda: evaluate(objective, step, _SINGLE_RANK))
-                )
+                scores = evaluate(objective, step, self.ranks)  # each rank scores its share
             except StoppedError as stopped:
                 return stopped.signal
         self.reporter.write("eval", step, scores)

@@ -27,6 +27,25 @@ def at(self, step, *arguments):
 CheckpointStore.{method} = at
 main()
 """
+# Record the images that a rank encodes in evaluations. The sets have fewer images than a part, which one rank encodes.
+_COUNTED = """
+import os
+from pathlib import Path
+from evals.encoders.encoder import TwoTowerEncoder as Encoder
+from evals.feature_store import features
+from launch.cli.main import main
+
+features.part_bounds = lambda count: [(i, i + 1) for i in range(count)]
+encode = Encoder.encode
+
+def counted(self, pixels, **options):
+    with Path("{folder}", "rank" + os.environ["RANK"]).open("a") as file:
+        file.write("." * len(pixels))
+    return encode(self, pixels, **options)
+
+Encoder.encode = counted
+main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +56,13 @@ def place(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("engine", [FSDP2, ZERO_3])
-def test_a_killed_rank_of_a_sharded_run_loses_nothing(place, engine):
+def test_a_killed_rank_of_a_sharded_run_loses_nothing(place, tmp_path, engine):
     name = engine.split()[1].strip(",")
-    straight = finish(start_ranks(2, "train", place / "recipe.yaml", f"name={name}", engine))
+    program = _COUNTED.format(folder=tmp_path)
+    straight = finish(start_ranks(2, "train", place / "recipe.yaml", f"name={name}", engine, program=program))
     assert [code for code, _ in straight] == [0, 0], straight
+    encoded = [len((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    assert abs(encoded[0] - encoded[1]) < 10 < sum(encoded)
     assert losses(place / name) == pytest.approx(losses(place / "straight"), rel=1e-5)
     evals = [metrics.read(place / n / "metrics.jsonl", "eval")[-1] for n in (name, "straight")]
     assert evals[0]["zero"] == evals[1]["zero"] and evals[0]["step"] == 12
