@@ -86,6 +86,9 @@ class Saver:
             part: {name: self._stage_copy(part, name, p) for name, p in part_pieces.items()}
             for part, part_pieces in pieces.items()
         }
+        devices = {piece.data.device for part_pieces in pieces.values() for piece in part_pieces.values()}
+        for device in filter(is_streaming, devices):
+            torch.accelerator.synchronize(device)  # once for all copies
         self._under_way = self._thread.submit(self._write, step, staged, meta)
         if not self.background:
             self.wait()
@@ -185,14 +188,14 @@ class Saver:
         self._thread.shutdown(wait=False)
 
     def _stage_copy(self, part: str, name: str, piece: Piece) -> Piece:
-        """Return a copy in memory that the next steps do not change; every save reuses the same memory."""
+        """Begin a copy to memory that the next steps do not change; every save reuses the same memory."""
         data = piece.data
         buffer = self._staged.get((part, name))
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
             # Pinned memory, so that the copy from a GPU overlaps with computation.
             buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=is_streaming(data.device))
             self._staged[part, name] = buffer
-        return piece._replace(data=buffer.copy_(data))
+        return piece._replace(data=buffer.copy_(data, non_blocking=True))
 
     def _write(self, step: int, pieces: Pieces, meta: Mapping[str, Any]) -> Path:
         own = self._try(

@@ -377,6 +377,27 @@ def train(kind: str, engine_options: dict[str, Any], changes: dict[str, Any]) ->
         return {"ends": ends, "steps": len(rows), "memory": rows[-1]["memory"], "device": saved["engine"]["device"]}
 
 
+def save_twice() -> dict[str, Any]:
+    """Save a checkpoint of a small run twice; return the tensors of one, and how often the second save waits for the device."""
+    from sparo_train.core.disk.checkpoint_store import CheckpointStore
+    from sparo_train.train.checkpointing import Saver
+
+    with tempfile.TemporaryDirectory() as root:
+        config = _shipped(["objective.model.vision.layers=2", "objective.model.text.layers=2"])
+        objective = build_objective(config)
+        engine = LocalEngine(LocalEngineConfig.model_validate(EAGER), config.optim)
+        engine.prepare(objective)
+        run_step(engine, objective, _pairs(8, 77))
+        saver = Saver(CheckpointStore(Path(root)), SingleRank(1))
+        saver.save(1, engine.pieces(), {})
+        saver.wait()
+        with counters.count() as counts:
+            saver.save(2, engine.pieces(), {})
+            saver.wait()
+        saver.close()
+    return {"tensors": sum(map(len, engine.pieces().values())), "counts": dict(counts)}
+
+
 def train_with_workers() -> dict[str, Any]:
     """Train with loader workers; return whether they were forked after CUDA had started, and whether batches were pinned."""
     from sparo_train.data.read import workers

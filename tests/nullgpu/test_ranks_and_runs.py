@@ -103,6 +103,13 @@ def test_hybrid_sharding_keeps_a_copy_per_group(run_program):
     assert hybrid["number"]["allreduce_"] == whole["number"]["allreduce_"] + whole["units"] + 1
 
 
+def test_a_checkpoint_is_copied_without_a_wait_per_tensor(run_program):
+    saved = run_program("save_twice")
+    assert saved["tensors"] > 100 and saved["counts"]["d2h"] > 100
+    waits = sum(saved["counts"].get(kind, 0) for kind in ("stream_sync", "event_sync", "device_sync"))
+    assert waits <= 2
+
+
 @pytest.mark.parametrize(
     ("kind", "engine", "changes"),
     [
