@@ -113,7 +113,7 @@ def encode_texts(
 
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-_AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AMP = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ReadingConfig(Protocol):
@@ -286,8 +286,10 @@ class Encoder(ABC):
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model runs."""
-        if self.precision in _AMP:
-            return torch.autocast(self.device.type, _AMP[self.precision])
+        if self.precision not in _AMP:
+            raise ConfigError(f"precision: expected one of {', '.join(_AMP)}, got {self.precision}")
+        if (dtype := _AMP[self.precision]) is not None:
+            return torch.autocast(self.device.type, dtype)
         return tf32_enabled() if self.precision == "tf32" else nullcontext()
 
 

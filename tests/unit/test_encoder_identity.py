@@ -60,6 +60,9 @@ def test_slots_in_python_are_checked(runs, tmp_path):
     masked = MaskedEncoder.keep_slots(encoder, [0, 1])
     masked.precision = "bf16"
     assert encoder.precision == "bf16"
+    encoder.precision = "bfloat16"
+    with pytest.raises(ConfigError, match="precision: expected one of fp32, tf32, bf16, fp16, got bfloat16"):
+        encoder.text(["a red cube"])
 
 
 def test_results_record_the_selected_units(runs, tmp_path):
