@@ -1,16 +1,14 @@
-"""Conversion of data sets of other libraries to shards, and of any data set to Parquet."""
+"""Conversion of data sets of other libraries to shards."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.core.files import whole_file
+from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.decode.decoding import open_picture
 from sparo_train.data.examples.samples import image_bytes, list_captions, parse_list
 from sparo_train.data.sources.base import Source
@@ -19,7 +17,6 @@ from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part,
 from .convert import apply_exif_orientation
 
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}  # others are their format's name
-_ROWS = 256  # of a row group; training reads a row group as a whole
 
 
 def convert_source(source: Source, out: Path, per_shard: int, part: Share | None, test: int) -> ConversionResult:
@@ -66,9 +63,9 @@ def _counts(skipped: Mapping[int, str]) -> str:
 def _captioned_image(fields: dict[str, bytes], source: Source) -> CaptionedImage:
     captions = list_captions(fields, source.config)
     image = image_bytes(fields, source.config.image_keys)
-    extension = _extension(image)
+    extension = image_extension(image)
     sample = apply_exif_orientation(image, extension)
-    facts = _other_facts(fields, captions, _is_list(fields, source))
+    facts = other_facts(fields, captions, _is_list(fields, source))
     return sample._replace(caption=captions[0], captions=tuple(captions), json=replace_surrogates(facts).encode())
 
 
@@ -78,7 +75,7 @@ def _is_list(fields: dict[str, bytes], source: Source) -> bool:
     return not key and parse_list(fields.get(member, b"").decode("utf-8", "replace")) is not None
 
 
-def _other_facts(fields: dict[str, bytes], captions: Sequence[str] = (), is_list: bool = False) -> str:
+def other_facts(fields: dict[str, bytes], captions: Sequence[str] = (), is_list: bool = False) -> str:
     """Return the `.json` of a sample, with its class (`label`) and, if there are several or they are a list, its captions (`captions`).
 
     Values that it has already are kept. Empty if there is nothing.
@@ -97,75 +94,7 @@ def _other_facts(fields: dict[str, bytes], captions: Sequence[str] = (), is_list
     return json.dumps({**more, **facts}, ensure_ascii=False)
 
 
-def _extension(image: bytes) -> str:
+def image_extension(image: bytes) -> str:
+    """Return the usual suffix of an image file, without a dot."""
     kind = open_picture(image).format or ""
     return _EXTENSIONS.get(kind, kind.lower())
-
-
-def write_parquet(source: Source, out: Path, per_file: int) -> ConversionResult:
-    """Write a source as Parquet files: columns `key`, `image` (bytes), `caption` (list of text) and `json`.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-        DataError: the folder has Parquet files already, or has no usable sample.
-    """
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise ConfigError("--to parquet: needs pyarrow. pip install -e '.[parquet]' in sparo's checkout") from None
-    if any(out.glob("*.parquet")):
-        raise DataError(
-            f"{out}: contains Parquet files already, which would mix with the new ones. Name an empty folder."
-        )
-    schema = pa.schema(
-        [("key", pa.string()), ("image", pa.binary()), ("caption", pa.list_(pa.string())), ("json", pa.string())]
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    skipped: Counter[str] = Counter()
-    rows: list[dict[str, Any]] = []
-    count = files = 0
-
-    def write() -> None:
-        nonlocal files
-        # Images are compressed already, and their statistics would be parts of them.
-        with whole_file(out / f"{files:05d}.parquet") as temporary:
-            table = pa.Table.from_pylist(rows, schema)
-            pq.write_table(table, temporary, row_group_size=_ROWS, compression="none", write_statistics=False)
-        files += 1
-        rows.clear()
-
-    for storage in source.storages:
-        for number in range(len(storage)):
-            try:
-                rows.append(_parquet_row(*storage.read(number), source))
-            except BadSampleError as bad:
-                skipped[str(bad)] += 1
-                continue
-            count += 1
-            if len(rows) == per_file:
-                write()
-    if rows:
-        write()
-    if not count:
-        raise DataError(
-            f"{source.storages[0].url}: has no usable sample; skipped samples by reason: {dict(skipped)}. Check the "
-            "data, and the caption key."
-        )
-    return ConversionResult(count, skipped=dict(skipped))
-
-
-def _parquet_row(key: str, fields: dict[str, bytes], source: Source) -> dict[str, Any]:
-    captions = list_captions(fields, source.config) if source.config.has_captions and source.config.caption_key else []
-    image, facts = image_bytes(fields, source.config.image_keys), _other_facts(fields)
-    with suppress(ValueError, RecursionError, AttributeError):
-        # The other captions of a sample that this project converted are in its `.json`.
-        listed = json.loads(facts).get("captions")
-        if isinstance(listed, list) and listed[:1] == captions:
-            captions = [str(text) for text in listed]
-    return {
-        "key": key.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
-        "image": image,
-        "caption": [replace_surrogates(caption) for caption in captions],
-        "json": replace_surrogates(facts) or None,
-    }

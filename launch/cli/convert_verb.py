@@ -37,7 +37,7 @@ def convert(
         typer.Argument(
             metavar="SOURCE",
             help="Input: an image folder, a .csv/.tsv file, Parquet files, or a folder in one of these formats: "
-            "Hugging Face datasets, MDS, LitData, Energon. With --to parquet, the input can also be shards. "
+            "Hugging Face datasets, MDS, LitData, Energon. With --to, the input can also be shards. "
             "With --as, it is the files of a published set.",
         ),
     ],
@@ -70,8 +70,10 @@ def convert(
     ] = None,
     url_cache: UrlCache = None,
     to: Annotated[
-        Literal["shards", "parquet"],
-        typer.Option(help="Output format. With parquet, the input may be any data set, including shards."),
+        Literal["shards", "parquet", "dataset", "mds", "litdata", "table"],
+        typer.Option(
+            help="Output format: webdataset shards, Parquet, a Hugging Face dataset, MosaicML's MDS, LitData, or a table with image files."
+        ),
     ] = "shards",
     template: Annotated[str, typer.Option(help="Caption for CLASS/ folders; {c} is the class.")] = _TEMPLATE,
     per_shard: Annotated[
@@ -113,7 +115,7 @@ def convert(
         ),
     ] = False,
 ) -> None:
-    """Convert a folder or table of images with captions, a data set of another library, or a published set, to shards or Parquet."""
+    """Convert a folder or table of images with captions, a data set of another library, or a published set, to shards or to another library's format."""
     source, own, per_shard = Path(place), parse_part(part), per_shard or (100 if videos else 1000)
     published: dict[str, Any] = {
         "limit": limit, "scenes": _parse_scene_range(scenes), "max_objects": max_objects, "crop": crop, "size": size, "near": near,
@@ -141,9 +143,9 @@ def convert(
     from sparo_train.data.sources.detect import source_block
 
     data_set = next(iter(source_block([place])))
-    if to == "parquet" and data_set == "folder":
-        _refuse_captioned_folder(source)
-    if to == "parquet" or url_cache or data_set not in ("shards", "table", "folder"):
+    if to != "shards" and data_set == "folder":
+        _refuse_captioned_folder(source, to)
+    if to != "shards" or url_cache or data_set not in ("shards", "table", "folder"):
         _refuse_options(file_options, "folders and tables of files that become shards")
         keys: dict[str, Any] = {"caption_key": caption_column, "split": split, "url_cache": url_cache}
         keys["image_keys"] = image_column and (image_column,)
@@ -161,8 +163,8 @@ def convert(
     _print_summary(folder, converted, own is None, to)
 
 
-def _refuse_captioned_folder(folder: Path) -> None:
-    """Raise `ConfigError` for a folder with captions, which training reads from shards only, so that Parquet files would lack them."""
+def _refuse_captioned_folder(folder: Path, to: str) -> None:
+    """Raise `ConfigError` for a folder with captions, which are read from shards only, so that other formats would lack them."""
     from sparo_data.convert import refuse_metadata
     from sparo_train.data.sources.folder import list_pictures
 
@@ -171,8 +173,8 @@ def _refuse_captioned_folder(folder: Path) -> None:
     texts = (folder / name for name in images)
     if path := next((path for image in texts if (path := image.with_suffix(".txt")).is_file()), None):
         raise ConfigError(
-            f"--to parquet: caption files in a folder, such as {path.name}, are not read. Run `sparo data convert "
-            f"{shlex.quote(str(folder))} SHARDS`, then `sparo data convert SHARDS OUT --to parquet`."
+            f"--to {to}: caption files in a folder, such as {path.name}, are not read. Run `sparo data convert "
+            f"{shlex.quote(str(folder))} SHARDS`, then `sparo data convert SHARDS OUT --to {to}`."
         )
 
 
@@ -207,16 +209,17 @@ def _convert_data_set(
     part: tuple[int, int] | None,
     test: int,
 ) -> ConversionResult:
-    """Convert a data set of another library to shards, or any data set to Parquet."""
-    from sparo_data.convert_source import convert_source, write_parquet
+    """Convert a data set of another library to shards, or any data set to another library's format."""
+    from sparo_data.convert_rows import write_rows
+    from sparo_data.convert_source import convert_source
     from sparo_train.data.sources.base import open_source
     from sparo_train.data.sources.detect import source_config
 
-    if to == "parquet" and (part is not None or test):
-        raise ConfigError("--to parquet: writes the whole data set. Remove --test and --part.")
+    if to != "shards" and (part is not None or test):
+        raise ConfigError(f"--to {to}: writes the whole data set. Remove --test and --part.")
     source = open_source("", source_config([place], all_columns=True, **keys), block="")
-    if to == "parquet":
-        return write_parquet(source, folder, per_shard)
+    if to != "shards":
+        return write_rows(source, folder, to, per_shard)
     return convert_source(source, folder, per_shard, part, test)
 
 
@@ -283,7 +286,7 @@ def _print_summary(folder: Path, converted: ConversionResult, whole: bool, to: s
         console.print(f"left out of training: {converted.copies} copies of evaluation images", soft_wrap=True)
     if not whole:
         return
-    shards = folder / "train" if converted.task else folder
+    shards = folder / "train" if converted.task else folder / "table.tsv" if to == "table" else folder
     out.print(f"sparo data check {shlex.quote(str(shards))}", soft_wrap=True)
     command = ["sparo", "train", "own_pairs"]
     if folder != _DEFAULT_FOLDER:  # a separate run folder, because another data set is another run

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from sparo_data.convert_source import convert_source, write_parquet
+from sparo_data.convert_rows import write_rows
+from sparo_data.convert_source import convert_source
 from sparo_data.convert_table import convert_csv
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples.samples import caption, list_captions
@@ -164,13 +165,13 @@ def test_conversions_keep_labels_and_all_captions(tmp_path):
     (fields,) = rows(opened(tmp_path / "one_shards"))
     assert json.loads(fields["json"]) == {"captions": ["only"]}
     for place, captions in ((tmp_path / "shards", ["a 0", "b 0"]), (tmp_path / "one", ["only"])):
-        write_parquet(opened(place), tmp_path / f"{place.name}_parquet", 10)
+        write_rows(opened(place), tmp_path / f"{place.name}_parquet", "parquet", 10)
         table = pq.read_table(tmp_path / f"{place.name}_parquet/00000.parquet")
         assert table["caption"].to_pylist() == [captions]
     write_tar(tmp_path / "none/0.tar", [("0.png", image()), ("1.png", image())])
     with pytest.raises(DataError, match=r"has no row .* skipped, by reason: 2 \(missing caption\)"):
         convert_source(opened(tmp_path / "none"), tmp_path / "none_shards", 10, None, 0)
-    write_parquet(source, tmp_path / "parquet", 10)
+    write_rows(source, tmp_path / "parquet", "parquet", 10)
     (row,) = pq.read_table(tmp_path / "parquet").to_pylist()
     assert row["caption"] == ["a 0", "b 0"] and json.loads(row["json"]) == {"label": 7, "url": "u0"}
 

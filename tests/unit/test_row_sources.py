@@ -4,6 +4,7 @@ import io
 import json
 import random
 import shutil
+import struct
 from contextlib import closing
 from itertools import islice
 
@@ -16,6 +17,8 @@ import torch
 import yaml
 
 from evals.suite.loss_task import LossTaskConfig, open_held_out
+from sparo_data.convert_rows import write_rows
+from sparo_data.packed_files import write_litdata, write_mds
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.decode.decoding import TRAINING, decode
@@ -29,6 +32,7 @@ from tests.helpers.formats import COUNT, FIXTURES, FORMATS, KINDS, contents, ope
 from tests.helpers.processes import sparo
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.runs import losses
+from tests.unit.test_lossless_layouts import write_tar
 from tests.unit.test_remote import server  # noqa: F401  a fixture
 
 
@@ -228,7 +232,80 @@ def test_a_set_is_checked_converted_and_converted_back(kind, tmp_path):
     back = opened({"parquet": str(tmp_path / "back")})
     assert contents(back) == [(FIXTURES.jpeg(i), [FIXTURES.caption(i)]) for i in range(count)]
     again = sparo("data", "convert", place, str(tmp_path / "back"), "--to", "parquet")
-    assert again.returncode == 2 and "contains Parquet files already" in again.stderr
+    assert again.returncode == 2 and "is not empty, and files of two data sets would mix" in again.stderr
+
+
+@pytest.mark.parametrize("to", ["dataset", "mds", "litdata", "table"])
+def test_shards_are_converted_to_every_format_and_back(to, tmp_path):
+    members = [
+        member
+        for i in range(COUNT - 1)
+        for member in ((f"{i}.jpg", FIXTURES.jpeg(i)), (f"{i}.txt", FIXTURES.caption(i).encode()))
+    ]
+    members += [(f"{COUNT}.jpg", FIXTURES.jpeg(COUNT)), (f"{COUNT}.txt", b'["first", "second"]')]
+    members += [(f"{COUNT}.json", b'{"url": "u"}'), ("broken.txt", b"no image")]
+    write_tar(tmp_path / "shards/0.tar", members)
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    done = sparo("data", "convert", str(tmp_path / "shards"), there, "--to", to, "--per-shard", "5")
+    assert done.returncode == 0 and "left out: 1 samples (missing image)" in done.stderr, done.stderr
+    place = f"{there}/table.tsv" if to == "table" else there
+    assert f"sparo data check {place}" in done.stdout
+    checked = sparo("data", "check", place)
+    assert checked.returncode == 0 and "nothing broken" in checked.stdout, checked.stderr
+    done = sparo("data", "convert", place, back)
+    assert done.returncode == 0, done.stderr
+    found = [storage.read(i)[1] for storage in opened({"shards": back}).storages for i in range(len(storage))]
+    plain, last = found[: COUNT - 1], found[COUNT - 1 :]
+    assert [(f["jpg"], f["txt"].decode()) for f in plain] == [
+        (FIXTURES.jpeg(i), FIXTURES.caption(i)) for i in range(COUNT - 1)
+    ]
+    # A table has a row per caption.
+    assert [f["txt"].decode() for f in last] == (["first", "second"] if to == "table" else ["first"])
+    facts = json.loads(last[0]["json"])
+    assert "u" in str(facts) and (to == "table" or "second" in str(facts))
+
+
+def test_undecodable_images_become_rows_of_a_table(tmp_path):
+    write_tar(
+        tmp_path / "in/0.tar", [("0.jpg", FIXTURES.jpeg(0)), ("0.txt", b"a"), ("1.jpg", b"broken"), ("1.txt", b"b")]
+    )
+    write_rows(opened({"shards": str(tmp_path / "in")}), tmp_path / "out", "table", 10)
+    lines = (tmp_path / "out/table.tsv").read_text().splitlines()
+    assert [line.split("\t")[:2] for line in lines[1:]] == [
+        ["images/0000/000000000.jpg", "a"],
+        ["images/0000/000000001.bin", "b"],
+    ]
+
+
+def test_packed_files_are_those_of_the_libraries_that_own_the_formats(tmp_path):
+    """Compare the bytes with those that mosaicml-streaming and litdata wrote, except for columns that are not text or bytes."""
+    rows = [{"image": FIXTURES.jpeg(i), "caption": FIXTURES.caption(i)} for i in range(COUNT)]
+    write_litdata(tmp_path, rows, 5)
+    for name in ("chunk-0-0.bin", "chunk-0-1.bin", "chunk-0-2.bin"):
+        assert (tmp_path / name).read_bytes() == (FORMATS / "litdata/tuple" / name).read_bytes()
+    ours, theirs = (json.loads((folder / "index.json").read_text()) for folder in (tmp_path, FORMATS / "litdata/tuple"))
+    assert ours["chunks"] == theirs["chunks"]
+    assert {key: ours["config"][key] for key in ("data_format", "compression", "item_loader")} == {
+        key: theirs["config"][key] for key in ("data_format", "compression", "item_loader")
+    }
+    write_mds(tmp_path, rows, 9)
+    ours, theirs = (json.loads((folder / "index.json").read_text()) for folder in (tmp_path, FORMATS / "mds/plain"))
+    assert [set(shard) for shard in ours["shards"]] == [set(shard) for shard in theirs["shards"]]
+    assert [shard["samples"] for shard in ours["shards"]] == [shard["samples"] for shard in theirs["shards"]]
+    data, header = (tmp_path / "shard.00000.mds").read_bytes(), 4 * (9 + 2)
+    (begin,) = struct.unpack_from("<I", data, 4)
+    stored = json.loads(data[header:begin])
+    assert set(stored) == set(json.loads((FORMATS / "mds/plain/shard.00000.mds").read_bytes()[header:307]))
+    caption, image = FIXTURES.caption(0).encode(), FIXTURES.jpeg(0)
+    assert (
+        data[begin : begin + 8 + len(caption + image)] == struct.pack("<II", len(caption), len(image)) + caption + image
+    )
+
+
+def test_files_of_packed_samples_stay_below_64_mib(tmp_path):
+    rows = [{"image": b"x" * (20 << 20), "caption": str(i)} for i in range(5)]
+    write_litdata(tmp_path, rows, 1000)
+    assert [chunk["chunk_size"] for chunk in json.loads((tmp_path / "index.json").read_text())["chunks"]] == [3, 2]
 
 
 def test_a_converted_set_keeps_lists_of_captions_and_holds_out_images(tmp_path):
