@@ -54,7 +54,7 @@ class Fsdp2Engine(RankedEngine):
     Order of preparation: activation checkpointing, device, compile, `fully_shard` of each unit and then of the root,
     optimizer. Units are sharded after they are compiled, so that their hooks stay outside the graph. The optimizer is
     last, because it holds the shards. 0-d parameters cannot be sharded. These, and the parameters that the loss itself
-    uses, stay whole, and the engine averages their gradients.
+    uses, stay whole, and the engine averages their gradients. `LocalEngine.step` clips and steps.
     """
 
     kind = "fsdp2"

@@ -175,7 +175,7 @@ class DinoObjective(BackboneObjective):
         return linear(c.warmup_teacher_temp, c.teacher_temp, epoch, warm) if epoch < warm else c.teacher_temp
 
     def momentum(self, progress: Progress) -> float:
-        """Return the share of itself that the teacher keeps after a step (`follows`, core/ema.py)."""
+        """Return the share of itself that the teacher keeps after a step. `Objective.after_step` in core/contracts.py updates it."""
         return cosine(self.config.momentum_teacher, 1.0, progress.step, progress.total_steps)
 
     def copy_teacher(self, progress: Progress) -> float | None:
@@ -195,7 +195,7 @@ class DinoObjective(BackboneObjective):
 
     @torch.no_grad()
     def after_step(self, progress: Progress, applied: Tensor) -> None:
-        """Update the center from the mean of the teacher's logits of this step (Eq. 4), and, through `follows`, the teacher."""
+        """Update the center from the mean of the teacher's logits of this step (Eq. 4), and the teacher in `Objective.after_step`."""
         for name in ("center", "patch_center") if self.config.centering == "mean" else ():
             if hasattr(self, name):
                 # Sums and counts, because ranks may hold different numbers of rows.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: staged and written by a thread while training continues, and loaded to resume."""
+"""Checkpoints of a run: a thread writes them while training continues (bytes: core/disk/pieces.py), and a resumed run loads them."""
 
 from __future__ import annotations
 
