@@ -155,7 +155,9 @@ class Ranks:
                 self._long_group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
                 self._saving_group: Any = dist.new_group(backend="gloo", timeout=limit)
 
-    def require_equal(self, facts: Mapping[str, Any], what: str) -> None:
+    def require_equal(
+        self, facts: Mapping[str, Any], what: str, remedy: str = "Start all ranks with the same command."
+    ) -> None:
         """Raise `ConfigError` on every rank unless all ranks have the same values (plain, by name)."""
         if self._all_equal(dict(facts)):
             return
@@ -164,7 +166,7 @@ class Ranks:
             if changes := differences(all_facts[0], other):
                 more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
                 error = ConfigError(
-                    f"rank {rank}: differs from rank 0 in its {what}, got {'; '.join(changes[:4])}{more}. Start all ranks with the same command."
+                    f"rank {rank}: differs from rank 0 in its {what}, got {'; '.join(changes[:4])}{more}. {remedy}"
                 )
                 error.on_all_ranks, error.repeated = True, self.rank > 0
                 raise error
@@ -216,11 +218,13 @@ class Ranks:
         except SparoError as error:
             failed = error
         # Every rank must reach this exchange, even after a failure, or the others would wait forever.
-        errors = [error for error in self.gather(failed) if error]
-        if not errors:
+        errors = self.gather(failed)
+        first = next((rank for rank, error in enumerate(errors) if error), None)
+        if first is None:
             return result[0]
-        error = failed or errors[0]
-        error.on_all_ranks, error.repeated = True, failed is None
+        error = failed or errors[first]
+        assert error is not None
+        error.on_all_ranks, error.repeated = True, self.rank != first
         raise error
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:

@@ -135,7 +135,10 @@ def _prepare(config: RunConfig, ranks: Ranks, identity: Callable[[], Mapping[str
     pipeline = ranks.call_on_all(lambda: build_pipeline(config, ranks.world))
     ranks.require_equal({"data": pipeline.fingerprint}, "data")
     total_steps = config.total_steps(pipeline.plan.epoch_size)
-    engine, objective = build_engine(config.engine, config.optim, ranks), build_objective(config)
+    engine = ranks.call_on_all(lambda: build_engine(config.engine, config.optim, ranks))
+    # With engine.device=auto, a node whose GPUs are lost would train on its CPU, and its ranks could not exchange gradients.
+    ranks.require_equal({"engine.device": engine.device.type}, "device", "Repair that node, or exclude it.")
+    objective = build_objective(config)
     objective.refuse_length(total_steps)
     # The optimizer would refuse this, too, but only after the run folder was created.
     group_numbers(config.optim.groups, [name for name, p in objective.named_parameters() if p.requires_grad])

@@ -53,6 +53,18 @@ def example(self, ref, *on_stage):
 Pipeline.example = example
 main()
 """
+# Its engine has two devices of another kind.
+_RANK_ONE_HAS_AN_XPU = """
+import os
+import torch
+from launch.cli.main import main
+from sparo_train.engine import device_context
+
+if os.environ["RANK"] == "1":
+    device_context.find_device = lambda *_: torch.device("xpu")
+    torch.accelerator.device_count = lambda: 2
+main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +148,14 @@ def test_a_run_resumes_with_another_world_size(place):
 def test_invalid_runs_are_refused_by_all_ranks_at_once(place, override, message):
     found = finish(start_ranks(2, "train", place / "recipe.yaml", "name=straight", override), 60)
     assert [code for code, _ in found] == [2, 2] and message in found[0][1], found
+
+
+def test_a_node_that_lost_its_gpus_is_named(place):
+    found = finish(start_ranks(2, "train", place / "recipe.yaml", "name=gpus", program=_RANK_ONE_HAS_AN_XPU), 60)
+    assert [code for code, _ in found] == [2, 2], found
+    assert "rank 1: differs from rank 0 in its device, got engine.device: 'cpu' -> 'xpu'" in found[0][1]
+    assert "Repair that node, or exclude it." in found[0][1] and "error:" not in found[1][1]
+    assert not (place / "gpus").exists()
 
 
 def test_an_error_on_one_rank_stops_all_and_is_reported_once(place):
