@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.files import read_json
+from sparo_train.core.logs import no_root_handler
 from sparo_train.models.weight_files.dino_files import dinov2_as_timm, select_backbone
 from sparo_train.models.weight_files.state_dicts import archive_root, extract_state, read_raw, split_state
 from sparo_train.models.weight_files.timm_config import read_timm_config
@@ -66,11 +67,15 @@ class OpenClipEncoder(TwoTowerEncoder, DenseEncoder):
                     f"that this config describes, score the folder itself ({Path(weights).parent}), or move the weights to another folder."
                 )
         try:
-            built: Any = open_clip.create_model_and_transforms(
-                name, pretrained=None if state else weights, force_custom_text=True, **_preprocess_kwargs(Path(weights))
-            )
-            if state:  # open_clip only accepts a path
-                open_clip.load_checkpoint(built[0], f"{weights}?state={state}")
+            with no_root_handler():
+                built: Any = open_clip.create_model_and_transforms(
+                    name,
+                    pretrained=None if state else weights,
+                    force_custom_text=True,
+                    **_preprocess_kwargs(Path(weights)),
+                )
+                if state:  # open_clip only accepts a path
+                    open_clip.load_checkpoint(built[0], f"{weights}?state={state}")
         except (OSError, RuntimeError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{label}: open_clip cannot load it ({str(error)[:300]})") from None
         model, transform = built[0], built[2]

@@ -39,6 +39,17 @@ def logging_to(handler: logging.Handler) -> Iterator[None]:
             logger.setLevel(level)
 
 
+@contextmanager
+def no_root_handler() -> Iterator[None]:
+    """Keep functions of `logging`, which open_clip calls, from adding a handler that would print each of our records twice."""
+    handler = logging.NullHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
 class RunLog(logging.handlers.MemoryHandler):
     """RUN/log.txt. Records stay in memory until `open`, because the run must own its folder before it writes there."""
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -62,11 +63,16 @@ class StopFlag:
         return _NAMES[number - 1] if number else None
 
     def __enter__(self) -> StopFlag:
+        _open.append(self)
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "Training runs in a thread, so signals do not stop it: Python handles them in the main thread."
+            )
+            return self
         for name in _NAMES:
             if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
                 self._old[name] = signal.signal(getattr(signal, name), self._handle)
         self._old["SIGUSR1"] = signal.signal(signal.SIGUSR1, self._request_save)
-        _open.append(self)
         return self
 
     def __exit__(

@@ -11,6 +11,7 @@ from open_clip.transformer import LayerNorm, LayerNormFp32, QuickGELU
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.logs import no_root_handler
 from .clip_config import TRAINING, ClipConfig
 from .clip_towers import TextTower, VisionTower, freeze
 from .readout import ReadOut, ReadOutPair
@@ -91,7 +92,8 @@ class Clip(nn.Module):
         """Interpolate the positions in a CLIP's weights to this model's image size."""
         state = dict(weights)
         if isinstance(self.visual, VisionTower):
-            resize_pos_embed(state, self, antialias=True)
+            with no_root_handler():
+                resize_pos_embed(state, self, antialias=True)
         elif (name := "visual.trunk.pos_embed") in state:
             state[name] = self.visual.resize_pos_embed(state[name])
         return state

@@ -13,10 +13,10 @@ import torch
 
 from ..core.accelerator import available_device
 from ..core.contracts import Batch, DataPipeline, Engine, Loss, Objective, StepReport
-from ..core.disk.metrics import MetricsLog, read
+from ..core.disk.metrics import RESERVED, MetricsLog, read
 from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
-from ..core.errors import CollapseError, StoppedError
+from ..core.errors import CollapseError, SparoError, StoppedError, TrainingError, UnexpectedError
 from .meter import FlopCounter, Meter, MetricExchange, RunClock, average_over_ranks, memory, utilisation
 from .run_config import EvalConfig, LogConfig, ProfileConfig
 from .state import Display, Evaluate
@@ -252,6 +252,16 @@ class Profile:
             logger.warning(f"log.profile: failed ({type(error).__name__}: {error}). The run continues without a trace.")
 
 
+def _refuse_unwritable(scores: object) -> None:
+    """Raise `TrainingError` if a function of the calling program returned something else than scores by name."""
+    if not isinstance(scores, Mapping):
+        raise TrainingError(f"evaluate: expected a dictionary of scores by task, got {type(scores).__name__}")
+    if reserved := sorted(RESERVED & set(scores)):
+        raise TrainingError(
+            f"evaluate: {reserved[0]!r} has another meaning in metrics.jsonl. Return it by another name."
+        )
+
+
 class Evaluation:
     """Evaluation of steps, once each, however often the run is stopped and resumed.
 
@@ -310,8 +320,13 @@ class Evaluation:
         with self.engine.full_model() as objective, torch.compiler.set_stance("force_eager"):
             try:
                 scores = evaluate(objective, step, self.ranks)  # each rank scores its share
+                _refuse_unwritable(scores)
             except StoppedError as stopped:
                 return stopped.signal
+            except SparoError:
+                raise
+            except Exception as error:  # of the calling program: the state is saved, as after other errors
+                raise TrainingError(f"evaluate: step {step}: {UnexpectedError.from_error(error)}") from error
         self.reporter.write("eval", step, scores)
         # After the record: a step whose evaluation was interrupted is evaluated again.
         self.scored.add(step)

@@ -10,9 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ..core.config import Frozen, field, resolve, resumable_field
+from ..core.disk.metrics import RESERVED
 from ..core.errors import ConfigError
 from ..core.files import suggest_path
 from ..core.recipe.layers import Tree, is_sweep, load_recipe, override
@@ -102,6 +103,14 @@ class EvalConfig(Frozen):
     tasks: dict[str, TaskConfig] = Field(
         default_factory=dict, description="Tasks by name; each is an entry of sparo.tasks."
     )
+
+    @field_validator("tasks")
+    @classmethod
+    def _refuse_reserved_names(cls, tasks: dict[str, Any]) -> dict[str, Any]:
+        if reserved := sorted(RESERVED & set(tasks)):
+            raise ValueError(f"{reserved[0]}: the name has another meaning in metrics.jsonl. Choose another name.")
+        return tasks
+
     job: EvalJobConfig | None = field(None, "Tasks that a separate job scores while training continues. Default: none.")
 
 

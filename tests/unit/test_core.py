@@ -78,6 +78,19 @@ def test_old_checkpoints_go_except_every_nth(tmp_path):
     assert list(keeper.steps()) == [4, 8, 9, 10]
 
 
+def test_a_smaller_number_of_checkpoints_frees_space_before_the_next_is_written(tmp_path, monkeypatch):
+    keeper = store.CheckpointStore(tmp_path, keep_last=3)
+    for step in (1, 2, 3):
+        save(keeper, step, STATE, {})
+    kept = []
+    keeper = store.CheckpointStore(tmp_path, keep_last=1)
+    monkeypatch.setattr(
+        "sparo_train.core.disk.pieces.write_pieces", lambda *_: (kept.extend(keeper.steps()), (0, ""))[1]
+    )
+    keeper.write(4, {"model": {}})
+    assert kept == [3]
+
+
 def test_unfinished_and_foreign_folders_are_not_checkpoints(tmp_path):
     keeper = store.CheckpointStore(tmp_path)
     save(keeper, 3, STATE, {})

@@ -78,12 +78,13 @@ class CheckpointStore:
         files: Files = {}
         extents: Extents = {}
         self.guard()
+        if rank == 0:  # a smaller keep_last than before frees space
+            self._prune()
+        own = f"-{rank:05d}-of-{size:05d}" if size > 1 else ""
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             for part, part_pieces in pieces.items():
-                path = temporary / (
-                    f"{part}-{rank:05d}-of-{size:05d}.safetensors" if size > 1 else f"{part}.safetensors"
-                )
+                path = temporary / f"{part}{own}.safetensors"
                 written, digest = write_pieces(path, part_pieces)
                 files[path.name] = {"part": part, "bytes": written, "sha256": digest}
                 extents[path.name] = collect_extents(part_pieces)
@@ -124,6 +125,7 @@ class CheckpointStore:
             raise self._failure(step, error) from None
         self.guard()
         self._prune()
+        self.sweep()
         return target
 
     def _write_index(self, temporary: Path, files: Files, extents: Extents) -> Files:
@@ -192,12 +194,11 @@ class CheckpointStore:
         return CheckpointError(f"{self.folder(step)}: could not be written ({error}). {remedy}")
 
     def _prune(self) -> None:
-        # After the rename, so that a removed checkpoint always has a successor on disk.
+        # Only complete checkpoints count, so that a removed one always has a successor on disk.
         steps, sound = self.steps(), self.latest_valid()
         for step in list(steps)[: -self.keep_last]:
             if not (self.keep_every and step % self.keep_every == 0) and steps[step] != sound:
                 shutil.rmtree(steps[step], ignore_errors=True)
-        self.sweep()
 
 
 def is_suspect(path: Path) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # programs that only read records do not need it
     import numpy as np
 
 SCORES = ("task", "metric", "score")
+RESERVED = {"kind", "step"}  # keys of every record
 
 
 _SLOW = 0.2  # share by which a rank is slower before it is reported
@@ -253,6 +254,8 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of numpy or torch
+        value = value.item()
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
