@@ -250,7 +250,9 @@ def describe_selection(selection: Selection) -> str:
 def select_slots(encoder: Encoder, slots: tuple[int, ...], option: str = "--slots", **facts: Any) -> Selection:
     """Keep slots chosen by the user, by an `option` for errors. Raises `ConfigError` if the encoder has no such slot, or a slot occurs twice."""
     if encoder.slots < 2:
-        raise ConfigError(f"{option}: {encoder.label} has no slots. Use a model with a readout (readout.kind=sparo).")
+        raise ConfigError(
+            f"{option}: {encoder.label} has no slots, or only one. Use a model with a readout of several slots (readout.kind=sparo)."
+        )
     wrong = [
         slot
         for slot in slots

@@ -69,7 +69,8 @@ def make_units(encoder: Encoder, kind: Kind = "slots", parts: int | None = None,
         return Units(kind, parts, encoder)
     if encoder.slots < 2:
         raise ConfigError(
-            f"{encoder.label} has no slots. Use a model with a readout (readout.kind=sparo). Commands with the option --units also accept `parts` and `heads`."
+            f"{encoder.label} has no slots, or only one. Use a model with a readout of several slots (readout.kind=sparo). "
+            "Commands with the option --units also accept `parts` and `heads`."
         )
     return Units(kind, encoder.slots, encoder)
 

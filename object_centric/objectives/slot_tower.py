@@ -11,6 +11,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, field
+from sparo_train.core.errors import ConfigError
 from sparo_train.core.registries import SLOT_ENCODERS
 from sparo_train.core.registry import FromRegistry
 from sparo_train.data.examples.image_transforms import eval_pixels, flip, planes, train_pixels
@@ -206,6 +207,7 @@ class SlotTower(nn.Module):
     def tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens that slots group, (b, s * s, F), and the encoder's features (b, s, s, C)."""
         features = self.encoder(images)
+        self._check_features(features, images.shape[-1])
         side, positioned_features = features.shape[1], features
         if self.position is not None:
             coords = (grid(side, features).flip(-1) + 1) / 2
@@ -214,6 +216,16 @@ class SlotTower(nn.Module):
             )
         tokens = self.project(self.norm(positioned_features.flatten(1, 2)))
         return tokens if self.transformer is None else self.transformer(tokens), features
+
+    def _check_features(self, features: Tensor, size: int) -> None:
+        """Raise `ConfigError` if a plug-in's encoder returns another shape than its configuration says."""
+        kind, wide = self.config.encoder.kind, self.config.encoder.width
+        side = self.config.encoder.side(size) if size == self.config.image_size else features.shape[1]
+        if features.shape[1:] != (side, side, wide):
+            raise ConfigError(
+                f"objective.model.encoder.kind={kind}: expected features (b, {side}, {side}, {wide}) by its side() and width, "
+                f"got {tuple(features.shape)}. Correct the encoder."
+            )
 
     def forward(self, images: Tensor, noise: Tensor) -> Any:
         tokens, features = self.tokens(images)

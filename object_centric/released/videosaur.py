@@ -56,7 +56,7 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
             f"{t.label}: queries have width {wide}, slots {width}; this reader supports equal widths only"
         )
     names = dict(_NAMES)
-    gated, mlp = f"{corrector}.gru.weight_ih" in t, 0
+    gated, mlp = any(name.startswith(f"{corrector}.gru.") for name in t.tensors), 0
     if not gated:
         del names["gru"]
     if f"{corrector}.mlp.layers.0.weight" in t:

@@ -159,6 +159,8 @@ def read_slot_init(
     """Take initial slots, shared or per slot, and set `slot_init`, and `slots` if the file determines their number."""
     if learned in t:
         value = t[learned].reshape(-1, t[learned].shape[-1])
+        if t[learned].ndim > 1 and len(value) != t[learned].shape[-2]:
+            raise CheckpointError(f"{t.label}: {learned} has a shape that this reader does not support")
         unspecified.set_from_file("slots", len(value))
         t.give("grouping.initial_slots", value.clone(), learned)
         return {"slot_init": "learned", "slots": len(value)}

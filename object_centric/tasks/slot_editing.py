@@ -100,6 +100,8 @@ def check_edit(encoder: EditableEncoder, edit: SlotEdit) -> None:
             raise ConfigError(
                 f"--slot or --swap: {encoder.label} has {encoder.slots} slots, numbered from 0, got {slot}"
             )
+    if edit.delete and encoder.slots == 1:
+        raise ConfigError(f"--delete: {encoder.label} has only one slot. Use a model with several slots.")
     needs_frame = edit.move != (0.0, 0.0) or edit.scale != 1 or edit.exchange is not None
     if needs_frame and frame is None:
         raise ConfigError(

@@ -87,10 +87,12 @@ class DistillObjective(BackboneObjective):
         self.config = config
         # In a tuple, so that the module does not contain it: it is not saved, sharded or exchanged.
         self._teacher: tuple[Any, ...] = ()
-        if facts is None and config.cache is None:
-            # A foreign model may not compile.
-            self._teacher = (torch.compiler.disable(config.teacher.build().__call__),)
-        self.teacher_facts = teacher = facts or config.teacher.facts()
+        # A teacher may draw initial weights, and the student's must not depend on them.
+        with torch.random.fork_rng(devices=[]):
+            if facts is None and config.cache is None:
+                # A foreign model may not compile.
+                self._teacher = (torch.compiler.disable(config.teacher.build().__call__),)
+            self.teacher_facts = teacher = facts or config.teacher.facts()
         if config.patch_weight and not teacher.grid:
             raise ConfigError(
                 f"objective.patch_weight={config.patch_weight}: {teacher.label} has no patches. Set objective.patch_weight=0."
@@ -133,7 +135,9 @@ class DistillObjective(BackboneObjective):
             raise ConfigError(
                 "objective distill: the loss needs the teacher, which only training loads. Remove the task that asks for the loss."
             )
-        return self._teacher[0](batch["view"])
+        tokens, teacher = self._teacher[0](batch["view"]), self.teacher_facts
+        teacher.check_tokens(tokens)
+        return tokens
 
     def _error(self, predicted: Tensor, tokens: Tensor, moments: RunningMoments) -> Tensor:
         with torch.autocast(predicted.device.type, enabled=False):

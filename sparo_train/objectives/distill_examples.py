@@ -62,6 +62,15 @@ class TeacherFacts(NamedTuple):
     memory: int
     identity: str
 
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise `ConfigError` if a plug-in's teacher returns other tokens than its `facts` describe."""
+        expected = (1 + self.grid**2, self.width)
+        if tokens.ndim != 3 or tokens.shape[1:] != expected:
+            raise ConfigError(
+                f"objective.teacher: {self.label} must return tokens (b, {expected[0]}, {expected[1]}), the class token first, "
+                f"by its facts; got {tuple(tokens.shape)}. Correct the teacher."
+            )
+
 
 class Teacher(Protocol):
     """A frozen teacher, as `build` of an entry of sparo.teachers returns it; `facts` of the entry returns its sizes.
@@ -121,7 +130,13 @@ class DistillExamples(Examples):
         self, tokens: TokenCache, teacher: Teacher, device_context: DeviceContext
     ) -> Iterator[Callable[[SampleRange], None]]:
         with on_engine_device(teacher.module, teacher, device_context) as encode:
-            yield lambda samples: cache_image_tokens(tokens, samples, self._view, encode, self.config.workers)
+
+            def checked(pixels: Tensor) -> Tensor:
+                found = encode(pixels)
+                self.teacher.check_tokens(found)
+                return found
+
+            yield lambda samples: cache_image_tokens(tokens, samples, self._view, checked, self.config.workers)
 
     @property
     def _decoded_size(self) -> int:

@@ -433,7 +433,7 @@ def test_the_explorer_shows_a_model_without_text_tower(others, browser):
 
 
 BAD = {
-    "no slots": (("runs/plain",), "has no slots. Use a model with a readout"),
+    "no slots": (("runs/plain",), "has no slots, or only one. Use a model with a readout"),
     "heads": (("runs/plain", "--units", "heads"), "Use `sparo slots select` to select heads"),
     "out": (("runs/s0", "--out", "x.yaml"), "--out x.yaml: expected a .json file"),
     "of another": (("runs/s1", "--out", "anothers.json"), "--out anothers.json: was made for another checkpoint"),

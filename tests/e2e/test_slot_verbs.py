@@ -192,7 +192,7 @@ def test_heads_and_parts_are_selected_like_slots(others):
 
 
 BAD = {
-    "a model without slots": (("select", "runs/plain", "--task", "zero"), "has no slots. Use a model with a readout"),
+    "a model without slots": (("select", "runs/plain", "--task", "zero"), "has no slots, or only one. Use a model with a readout"),
     "heads of slots": (("select", "runs/s0", "--task", "zero", "--units", "heads"), "Use a CLIP whose image tower is open_clip's ordinary ViT"),
     "units": (("select", "runs/s0", "--task", "zero", "--units", "slot"), "--units slot: did you mean 'slots'?"),
     "parts": (("select", "runs/plain", "--task", "zero", "--units", "parts"), "--parts None"),

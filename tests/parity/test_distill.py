@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from evals.encoders.loading import load_encoder
+from evals.encoders.teacher import CheckpointTeacher, CheckpointTeacherConfig
 from evals.interop.exporting import export_run
 from launch.commands.train import train
 from sparo_train.core.config import resolve
@@ -367,6 +368,25 @@ def test_commands_without_a_run_ask_to_remove_the_cache(shards, tmp_path, teache
     with pytest.raises(ConfigError, match=r"For this command, set objective\.cache=null"):
         next(build_pipeline(config).start(None))
     assert dry_run(config).steps == 12
+
+
+def test_a_teacher_that_draws_weights_does_not_change_the_student(shards, tmp_path, teacher, monkeypatch):
+    weights = build_objective(recipe(shards, tmp_path, teacher)).student.state_dict()
+    build = CheckpointTeacherConfig.build
+    monkeypatch.setattr(CheckpointTeacherConfig, "build", lambda config: (torch.rand(7), build(config))[1])
+    found = build_objective(recipe(shards, tmp_path, teacher)).student.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("words", [(), ("objective.cache={folder: tokens}",)], ids=["in every step", "cached"])
+def test_a_teacher_without_a_class_token_is_named(shards, tmp_path, teacher, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    config, call = recipe(shards, tmp_path, teacher, *words), CheckpointTeacher.__call__
+    kept = config.objective.teacher.build()
+    assert kept.facts == config.objective.teacher.facts()
+    monkeypatch.setattr(CheckpointTeacher, "__call__", lambda self, pixels: call(self, pixels)[:, 1:])
+    with pytest.raises(ConfigError, match=r"must return tokens \(b, .*the class token first"):
+        train(config)
 
 
 def test_features_of_the_teacher_are_those_of_its_encoder(teacher):

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from evals.encoders.loading import load_encoder
 from object_centric.released.spot import SpotFile
-from object_centric.released.weight_reader import Tensors, UnspecifiedOptions, convert_dinov2_to_timm
+from object_centric.released.weight_reader import Tensors, UnspecifiedOptions, convert_dinov2_to_timm, read_slot_init
 from sparo_train.core.errors import CheckpointError, ConfigError
 from tests.helpers.processes import sparo
 from tests.parity.released import (
@@ -241,9 +241,11 @@ def test_other_files_are_refused_by_name(tmp_path):
     torch.save({f"encoder.{n}": t for n, t in small_vit().state_dict().items()}, tmp_path / "v.pt")
     torch.save({**file, "stranger.weight": torch.zeros(1)}, tmp_path / "more.pt")
     torch.save({n: t for n, t in file.items() if n != "out.weight"}, tmp_path / "less.pt")
+    torch.save({n: t.to(torch.int8) for n, t in file.items()}, tmp_path / "rounded.pt")
     for text, error, told in (
         (f"slate:{tmp_path}/more.pt?heads=2", CheckpointError, "has unknown tensors: stranger.weight"),
         (f"slate:{tmp_path}/less.pt", CheckpointError, "has no 'out.weight', got"),
+        (f"slate:{tmp_path}/rounded.pt?heads=2", CheckpointError, "torch.int8 in the file, torch.float32 in the model"),
         (f"spot:{tmp_path}/s.pt", CheckpointError, "has no 'encoder.patch_embed.proj.weight'"),
         (f"slate:{tmp_path}/none.pt", CheckpointError, "no such file"),
         (f"slate:{tmp_path}/s.pt?slot=3", ConfigError, "did you mean 'slots'"),
@@ -253,6 +255,12 @@ def test_other_files_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(error, match=told):
             load_encoder(text)
+
+
+def test_initial_slots_of_an_unknown_shape_are_refused():
+    unspecified = UnspecifiedOptions("x", "", {}, SpotFile())
+    with pytest.raises(CheckpointError, match="slots has a shape that this reader does not support"):
+        read_slot_init(Tensors({"slots": torch.zeros(2, 5, 8)}, "x"), unspecified, "mean", "std", "slots")
 
 
 def test_a_released_file_is_scored_and_visualized(tmp_path):

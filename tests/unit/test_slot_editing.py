@@ -16,12 +16,12 @@ SIDE = 16
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8))
 
 
-def model(frame=None, target="pixels"):
+def model(frame=None, target="pixels", slots=3):
     torch.manual_seed(0)
     config = {
         "model": {
             "image_size": SIDE, "encoder": {"channels": [8, 8], "strides": [1, 1]}, "features": 16, "target": target, "frame": frame,
-            "grouping": {"slots": 3, "width": 16, "mlp_width": 16, **({"preset": "isa"} if frame else {})},
+            "grouping": {"slots": slots, "width": 16, "mlp_width": 16, **({"preset": "isa"} if frame else {})},
             "decoder": {"kind": "mlp", "hidden": [16, 16]},
         },
     }  # fmt: skip
@@ -115,5 +115,7 @@ def test_slate_draws_without_a_slot():
 def test_edits_that_a_model_cannot_do(frame, edit, problem):
     with pytest.raises(ConfigError, match=problem):
         check_edit(model(frame), edit)
+    with pytest.raises(ConfigError, match="has only one slot"):
+        check_edit(model(slots=1), SlotEdit(0, delete=True))
     with pytest.raises(ConfigError, match="is not an image model that decodes slots"):
         editable(object.__new__(type("Other", (), {"label": "x"})))

@@ -278,6 +278,19 @@ def test_masks_are_cropped_and_scaled_like_images():
         assert ((image[..., 0] > 100) == (seen == 200))[middle].mean() > 0.97
 
 
+@pytest.mark.parametrize("wrong", [(8, 8, 9), (7, 7, 8)], ids=["width", "side"])
+def test_encoders_that_return_other_shapes_than_they_declare_are_named(wrong):
+    config = SlotAutoencoderConfig.model_validate({"model": SMALL})
+    tower = SlotAutoencoder(config).model.tower
+    del tower.encoder
+    tower.encoder = lambda images: torch.zeros(len(images), *wrong)
+    images, noise = torch.zeros(2, 3, 16, 16), torch.zeros(2, *config.model.noise)
+    with pytest.raises(
+        ConfigError, match=r"objective.model.encoder.kind=conv: expected features \(b, .*Correct the encoder"
+    ):
+        tower(images, noise)
+
+
 def test_nan_tokens_are_refused_by_slots():
     torch.manual_seed(0)
     objective = SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": SMALL}))

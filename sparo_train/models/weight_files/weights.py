@@ -96,6 +96,11 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> Non
         for n in own
         if n in state and _sizes(state[n]) != _sizes(own[n])
     ]
+    problems += [
+        f"{n}: {state[n].dtype} in the file, {own[n].dtype} in the model"
+        for n in own
+        if n in state and own[n].is_floating_point() and not state[n].is_floating_point()
+    ]
     if problems:
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise CheckpointError(f"{origin}: does not fit the model: {'; '.join(problems[:6])}{more}")
