@@ -6,7 +6,7 @@ import csv
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -152,9 +152,10 @@ def _packed_fields(rows: Iterator[Row]) -> Iterator[dict[str, str | bytes]]:
     """Yield the values of formats without lists. Further captions are in the JSON, as in shards."""
     for row in rows:
         facts = row.facts
-        if len(row.captions) > 1:
-            more: Mapping[str, Any] = json.loads(facts) if facts else {}
-            facts = json.dumps({"captions": row.captions, **more}, ensure_ascii=False)
+        with suppress(ValueError, RecursionError):
+            others: Any = json.loads(facts) if facts else {}
+            if len(row.captions) > 1 and isinstance(others, dict):
+                facts = json.dumps({"captions": row.captions, **others}, ensure_ascii=False)
         caption = row.captions[0] if row.captions else ""
         yield {"caption": caption, "image": row.image, "json": facts, "key": row.key}
 

@@ -265,6 +265,14 @@ def test_shards_are_converted_to_every_format_and_back(to, tmp_path):
     assert "u" in str(facts) and (to == "table" or "second" in str(facts))
 
 
+def test_json_that_cannot_be_read_is_kept_in_packed_files(tmp_path):
+    members = [("0.jpg", FIXTURES.jpeg(0)), ("0.txt", b'["a", "b"]'), ("0.json", b"{broken")]
+    write_tar(tmp_path / "in/0.tar", members)
+    write_rows(opened({"shards": str(tmp_path / "in")}), tmp_path / "out", "mds", 10)
+    (fields,) = [s.read(0)[1] for s in opened({"mds": str(tmp_path / "out"), "all_columns": True}).storages]
+    assert b"{broken" in b"".join(fields.values())
+
+
 def test_undecodable_images_become_rows_of_a_table(tmp_path):
     write_tar(
         tmp_path / "in/0.tar", [("0.jpg", FIXTURES.jpeg(0)), ("0.txt", b"a"), ("1.jpg", b"broken"), ("1.txt", b"b")]
