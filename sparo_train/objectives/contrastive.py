@@ -34,8 +34,7 @@ from ..core.first_order import first_order
 
 Exchange = Literal["auto", "gather", "ring"]
 _TILE = 1 << 22  # number of logits in a tile
-# `auto` gathers while a rank's rows of logits and the gathered encodings of one modality both have at most this many
-# values: 64 MiB and 2 GiB in fp32. A ring needs less memory, but at 1,024 ranks it launches 25 times as many kernels.
+# `auto` gathers up to this many values: 64 MiB and 2 GiB in fp32. At 1,024 ranks, a ring launches 25 times as many kernels.
 _CPU_TABLE, _GPU_TABLE = 1 << 24, 1 << 29
 
 
