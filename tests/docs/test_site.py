@@ -109,6 +109,7 @@ def test_the_page_of_errors_quotes_real_messages():
     assert len(quoted) > 20 and [words for words in quoted if words not in product] == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("mkdocs") is None, reason="needs the extra docs; .ci/run has it")
 def test_the_site_builds(tmp_path):
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -295,6 +295,7 @@ def test_scores_of_a_small_trained_run_are_unchanged(scored):
     assert GOLDEN.keys() == found.keys()
 
 
+@pytest.mark.long
 def test_a_full_disk_is_an_error_after_the_scores(scored, tmp_path):
     root, _ = scored
     words = ["eval", "pixels:8", "--tasks", "knn", "--data", "tasks.yaml", "--results", str(tmp_path / "results")]

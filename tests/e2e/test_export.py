@@ -107,12 +107,14 @@ def test_a_foreign_readme_is_not_overwritten(run, tmp_path):
     assert (tmp_path / "file").read_text() == "x"
 
 
+@pytest.mark.long
 def test_open_clip_without_the_plug_in_names_the_import(export):
     code = f"import open_clip; open_clip.create_model('local-dir:{export}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "'import sparo.openclip first" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_an_export_made_before_the_package_sparo_loads(export, tmp_path):
     shutil.copytree(export, tmp_path / "old")
     config = tmp_path / "old/open_clip_config.json"
@@ -198,6 +200,7 @@ def _upload(hub, *arguments, token="hf_good"):
     return subprocess.run(line, env=os.environ | place, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_the_hub_gets_every_file_that_loading_needs(run, tmp_path, hub):
     done = _upload(hub, run, "--out", tmp_path / "m", "--hub", "me/model", "--private")
     assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith("/me/model"), done.stderr

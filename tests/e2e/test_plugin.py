@@ -189,6 +189,7 @@ def test_the_readout_works_in_clip_and_open_clip(place):
     assert code == 0, out
 
 
+@pytest.mark.long
 def test_a_job_contains_the_plugin(place):
     code, out = run(place, "launch", "train", "recipe.yaml", "name=job", "--cluster", "local")
     assert code == 0, out

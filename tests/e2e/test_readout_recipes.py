@@ -28,6 +28,7 @@ SIGMOID = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(set(READOUTS.names()) - {"cls"}))  # cls: DINO's name for token
 def test_every_readout_trains_with_the_recipe_of_the_demo(kind, shards, tmp_path):
     task = eval_sets(tmp_path / "sets")["ret"]

@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
     return root
 
 
+@pytest.mark.long
 def test_edits_from_the_command_line(folder):
     def edit(run, *words):
         return sparo("slots", "edit", f"runs/{run}", "one.jpg", "--tile", "32", *words, cwd=folder)

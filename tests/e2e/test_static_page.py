@@ -50,6 +50,7 @@ def served(folder):
             server.shutdown()
 
 
+@pytest.mark.long
 def test_browser_and_python_compute_equal_pixels_and_tokens(browser, tmp_path):
     shutil.copytree(PAGE, tmp_path / "page")
     (tmp_path / "blank.html").write_text("<!doctype html><title>blank</title>")

@@ -66,6 +66,7 @@ def test_a_suite_scores_what_exists_and_shows_the_averages_that_are_complete(wor
     assert all(line["facts"]["seconds"] >= 0 for line in lines if line["name"] in TWO_CLASSES)
 
 
+@pytest.mark.long
 def test_a_killed_suite_encodes_nothing_twice(world):
     command = [sys.executable, "-m", "launch.cli", "eval", "runs/one", "--suite", "datacomp", "--features", "killed"]
     env = {**os.environ, "PYTHONPATH": str(Path.cwd())}

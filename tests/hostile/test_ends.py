@@ -135,6 +135,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_with_a_lock_is_not_waited_for(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, steps=100_000, optim={"lr": 1e-4})
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
@@ -182,6 +183,7 @@ def test_a_signal_during_evaluation_acts_at_once_and_the_evaluation_repeats(many
     assert [r["step"] for r in metrics.read(tmp_path / "tiny/metrics.jsonl", "eval")] == [4, 6]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", ["full", "closed"])
 def test_a_run_continues_if_stderr_cannot_be_written(stream, home, tmp_path):
     command = [sys.executable, "-m", "launch.cli", "train", str(home / "good.yaml"), f"out={tmp_path}"]

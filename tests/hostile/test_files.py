@@ -239,6 +239,7 @@ def test_retrieval_at_k_above_the_number_of_images_is_refused(scored, tmp_path):
     )
 
 
+@pytest.mark.long
 @settings(max_examples=2000, deadline=2000)
 @given(st.one_of(st.text(max_size=80), st.text("[]{}&*!:,-?|>'\"%@` \n\tab1.", max_size=60)))
 def test_random_text_gives_recipes_or_readable_errors(text):

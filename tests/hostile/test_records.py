@@ -94,6 +94,7 @@ def test_an_invalid_line_of_results_is_skipped_or_named(line, tmp_path):
         assert [record.checkpoint for record in read_records([tmp_path])] == ["a", "b"]
 
 
+@pytest.mark.long
 @settings(max_examples=2000, deadline=2000)
 @given(st.lists(st.one_of(st.text(max_size=60), st.sampled_from(LINES), st.binary(max_size=40)), max_size=5))
 def test_random_files_give_records_or_readable_errors(tmp_path_factory, lines):

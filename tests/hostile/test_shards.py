@@ -104,6 +104,7 @@ def unpack_or_reason(data):
         return str(error)
 
 
+@pytest.mark.long
 @settings(max_examples=2000, deadline=2000)
 @given(st.data())
 def test_no_bytes_make_the_tar_reader_hang_or_raise(data):

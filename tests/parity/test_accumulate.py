@@ -178,6 +178,7 @@ def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(
         assert torch.allclose(value, whole[name], rtol=1e-4, atol=2e-5), name
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_other_engines(shards, tmp_path):
     tree = two_tree(shards, tmp_path)
     run_ranks(2, trained, tree, DDP, 6, tmp_path / "straight")

@@ -106,6 +106,7 @@ def test_five_lines_add_the_readout(runs, kind, words):
     assert torch.allclose(slots.values.flatten(1), encoder.encode(x), atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [(CLS,), ()], ids=["cls", "sparo"])
 def test_a_torch_program_needs_nothing_else(runs, words, tmp_path):
     run = runs("dino", *words)

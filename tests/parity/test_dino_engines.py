@@ -37,6 +37,7 @@ def tree_of(shards, tmp_path, *changes):
     return override(tree, list(changes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("bn", [False, True], ids=["", "bn"])
 def test_gradients_are_those_of_one_process_with_the_whole_batch(shards, tmp_path, kind, bn):

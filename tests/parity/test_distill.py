@@ -188,6 +188,7 @@ def test_the_box_is_where_the_crop_was_taken(teacher):
 # ---- ranks, engines, caches ----
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "engine"),
     [
@@ -217,6 +218,7 @@ def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(
         assert torch.allclose(value, alone[name], rtol=1e-4, atol=2e-5), name
 
 
+@pytest.mark.long
 def test_cached_tokens_are_those_of_the_teacher_and_resume_bit_identically(shards, tmp_path, teacher, capsys):
     whole = recipe(shards, tmp_path, teacher, "name=whole")
     train(whole)

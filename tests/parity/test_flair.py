@@ -86,6 +86,7 @@ def _on_ranks(ranks, config):
     train(config, ranks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(  # gradients to 1e-9: test_readout_engines.py
     ("engine", "dtype"), [(DDP, "fp32"), (FSDP2, "fp32"), (ZERO_3, "fp32"), (DDP, "bf16")]
 )

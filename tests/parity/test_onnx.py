@@ -158,6 +158,7 @@ BACKBONES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name in ("sparo", "dinov3") else pytest.param(name, marks=pytest.mark.slow) for name in BACKBONES]
 )

@@ -36,6 +36,7 @@ def test_an_exported_folder_loads_in_open_clip(readout, tmp_path):
         torch.testing.assert_close(loaded.encode_image(image, normalize), model.encode_image(image, normalize))
 
 
+@pytest.mark.long
 def test_plain_clip_exports_need_no_plug_in(tmp_path):
     model = tiny("token")
     folder = plugin.export(model.config, model.state_dict(), tmp_path / "out", OPENAI_MEAN, OPENAI_STD)
@@ -155,6 +156,7 @@ def test_low_precision_creation_works_through_open_clip():
     assert out.norm().item() == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.long
 def test_runner_registers_before_the_program(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
@@ -165,6 +167,7 @@ def test_runner_registers_before_the_program(tmp_path):
     assert done.stdout.strip().endswith("Sparo ['--flag']")
 
 
+@pytest.mark.long
 def test_changed_internals_of_open_clip_raise_an_error():
     code = (
         "import open_clip.model as m\n"
@@ -180,6 +183,7 @@ def test_changed_internals_of_open_clip_raise_an_error():
     assert "whose internals changed" in done.stderr and "3.3.0" in done.stderr
 
 
+@pytest.mark.long
 def test_import_keeps_the_random_stream():
     code = "import torch; torch.manual_seed(5); import sparo_train.openclip; print(torch.rand(1).item())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

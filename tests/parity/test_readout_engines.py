@@ -75,6 +75,7 @@ def test_gradients_of_every_readout_are_those_of_one_process(shards, tmp_path):
         assert [n for n in whole[kind, name] if n.endswith(shared)] == [f"model.visual.{shared}"]
 
 
+@pytest.mark.long
 def test_a_codebook_of_both_towers_goes_through_all_engines(shards, tmp_path):
     tree = override(
         two_tree(shards, tmp_path), ["objective.model.readout={kind: fdt, codes: 40, width: 12, temperature: 0.3}"]

@@ -120,6 +120,7 @@ def test_two_ranks_normalize_like_one():
         torch.testing.assert_close(variance, whole.running_var)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "readout"),
     [("test_resnet", {}), ("test_vit", SPARO), ("test_convnext", {**SPARO, "attend_cls": False})],

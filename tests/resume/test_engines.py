@@ -90,6 +90,7 @@ def test_one_run_continues_with_every_engine(place):
     assert ends[0]["recipe"]["optim"]["lr"] == 1e-3 and "torch" in ends[0]["environment"]["packages"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "rank"), [("write", 1), ("complete", 0)])
 def test_a_rank_killed_inside_a_save_leaves_the_checkpoint_before(place, method, rank):
     name = f"inside-{method}"

@@ -85,6 +85,7 @@ def test_cached_tokens_give_the_encodings_of_images_and_captions(shards, tmp_pat
         torch.testing.assert_close(one, other, rtol=0, atol=close)
 
 
+@pytest.mark.long
 def test_a_run_on_cached_tokens_resumes_bit_identical(shards, tmp_path, capsys):
     tree = _tree(shards, tmp_path)
     train(_run(tree, "name=whole"))

@@ -110,6 +110,7 @@ def test_a_killed_rank_ends_the_others_and_the_same_command_loses_nothing(place,
         assert losses(folder) == pytest.approx(losses(place / "straight"), rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(place):
     line = ("train", place / "recipe.yaml", "name=stopped", "checkpoint.every_steps=0")
     processes = start_ranks(2, *line)
@@ -125,6 +126,7 @@ def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(place):
     assert_bit_equal(place / "stopped", place / "straight")
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_another_world_size(place):
     tree = {**yaml.safe_load((place / "recipe.yaml").read_text()), "name": "elastic"}
     first = finish(start_ranks(2, "train", place / "recipe.yaml", "name=elastic", "stop_after_steps=5"))

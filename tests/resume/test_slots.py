@@ -31,6 +31,7 @@ from tests.helpers.runs import (
 from tests.helpers.samples import jpeg
 
 
+@pytest.mark.long
 def test_kill_minus_nine_loses_nothing_and_two_ranks_agree(shards, tmp_path, write_recipe):
     straight = run(slots_recipe(shards, tmp_path / "straight"))
     assert train(straight).reason == "finished"

@@ -38,6 +38,7 @@ def _model(folder, step):
     return store.read_part(folder / f"checkpoints/step-{step:08d}", "model")
 
 
+@pytest.mark.long
 def test_a_cooldown_branch_equals_the_run_with_cooldown(shards, tmp_path):
     # The warm-up of an average belongs to the first steps, which a branch has passed.
     tree = override(tiny_recipe(shards, tmp_path), ["objective.ema={decay: 0.99}"], RunConfig)

@@ -37,6 +37,7 @@ def video_recipe(tmp_path, kind):
     return tree, tasks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["savi", "slot_contrast"])
 def test_two_ranks_train_on_videos_as_one_process_does(tmp_path, write_recipe, kind):
     tree, _ = video_recipe(tmp_path, kind)
@@ -78,6 +79,7 @@ def test_video_slate_reconstructs_tokens_and_is_probed(tmp_path, write_recipe):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.long
 def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
     tree, tasks = video_recipe(tmp_path, "psb")
     tree["eval"] = {"tasks": tasks}

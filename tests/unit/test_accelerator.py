@@ -153,6 +153,7 @@ assert pool.submit(os.getpid).result(60) != os.getpid() and received == list(num
 """
 
 
+@pytest.mark.long
 def test_signals_to_the_process_group_end_no_compile_worker():
     done = subprocess.run([sys.executable, "-c", _SIGNALLED], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

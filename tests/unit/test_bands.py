@@ -233,6 +233,7 @@ def scenes(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_satellite_run_from_files_to_scores_and_exports(scenes, tmp_path):
     words = (
         f"data={scenes}",

@@ -166,6 +166,7 @@ def _killed(root, place):
     FeatureStore(root).images(_Killed(), open_images(place, "label", "test"))
 
 
+@pytest.mark.long
 def test_a_kill_in_the_middle_loses_one_part_at_most(source, tmp_path):
     process = multiprocessing.get_context("spawn").Process(target=_killed, args=(tmp_path, str(source.root)))
     process.start()

@@ -242,6 +242,7 @@ def test_tables_that_would_give_wrong_scores_are_refused(tissue, tmp_path):
             run(kind, tissue)
 
 
+@pytest.mark.long
 def test_tissue_tiles_are_reproducible_and_match_their_masks(tmp_path):
     config = TissueConfig(seed=3, patients=5, tiles=4)
     tiles = [render_tile(config, number) for number in range(20)]

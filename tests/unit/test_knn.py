@@ -166,6 +166,7 @@ def scoring(encoder, ranks=ALONE, store=None):
     return Scoring("task", encoder, FeatureStore(store), ranks)
 
 
+@pytest.mark.long
 def test_ranks_score_as_one_and_see_every_image_once(sets, tmp_path):
     """43 training images in batches of 14: the last one has fewer images than there are ranks. The same for a test set of two images."""
     for n, places in ((17, sets), (2, {**sets, "test": labelled(tmp_path / "two", 2, 5)})):

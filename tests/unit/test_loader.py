@@ -128,6 +128,7 @@ def test_an_epoch_reads_every_sample_once(shards):
     assert len(set(texts)) == 96
 
 
+@pytest.mark.long
 def test_a_process_that_abandons_its_workers_still_ends(shards):
     code = (
         "from tests.unit.test_loader import pipeline\n"

@@ -84,6 +84,7 @@ def test_collectives_before_a_timeout_are_written_to_the_run_folder(tmp_path, mo
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7" and os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
+@pytest.mark.long
 def test_a_setting_of_the_allocator_by_the_user_is_kept():
     program = (
         "import os, torch; from sparo_train.core.accelerator import grow_segments; "

@@ -72,6 +72,7 @@ def test_patterns_are_functions_of_the_point():
         assert np.array_equal(found[::-1], apply_texture(texture, points[::-1], base))
 
 
+@pytest.mark.long
 def test_sets_are_reproducible_and_can_be_continued(tmp_path):
     config = ObjectSetConfig(kind="rooms", train=5, test=3, size=16, per_shard=2)
     render_objects(tmp_path / "a", config, processes=2)

@@ -206,6 +206,7 @@ def test_clips_can_be_converted_to_still_images(tmp_path):
         read(tmp_path, "npy")
 
 
+@pytest.mark.long
 def test_conversion_cuts_splits_and_counts(tmp_path):
     made = [scene("clevr_with_masks", objects=1 + i) for i in range(3)]
     empty = scene("clevr_with_masks", objects=0)

@@ -399,6 +399,7 @@ def versions_differ_where_only_the_content_does(client, path, tmp_path):
     assert found[0] == found[1] != found[2] and merged == found
 
 
+@pytest.mark.long
 def test_a_bucket_is_indexed_and_trained_from(shards, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")

@@ -214,6 +214,7 @@ def test_images_by_url_are_downloaded_once(tmp_path):
     assert image_bytes(shard.read(0)[1], ["jpg"]) == FIXTURES.jpeg(0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_set_is_checked_converted_and_converted_back(kind, tmp_path):
     ((_, place),) = write(kind, tmp_path / "given").items()
@@ -235,6 +236,7 @@ def test_a_set_is_checked_converted_and_converted_back(kind, tmp_path):
     assert again.returncode == 2 and "is not empty, and files of two data sets would mix" in again.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["dataset", "mds", "litdata", "table"])
 def test_shards_are_converted_to_every_format_and_back(to, tmp_path):
     members = [
@@ -330,6 +332,7 @@ def test_a_converted_set_keeps_lists_of_captions_and_holds_out_images(tmp_path):
     assert held_out.split("\n")[0].startswith("a ") and held_out.split("\n")[1].startswith("b ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_stopped_and_resumed(kind, tmp_path):
     block = write(kind, tmp_path / "set")

@@ -116,6 +116,7 @@ def test_text_only_guessers_are_near_chance_on_pairs():
     assert result.n == 1050 and result.value < 0.56, result.metrics
 
 
+@pytest.mark.long
 def test_everything_is_written_as_documented(rendered):
     reader = ShardReader()
     _, fields = reader.read(str(rendered / "train" / "00001.tar"), 3)

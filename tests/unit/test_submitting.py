@@ -258,6 +258,7 @@ def test_ranks_with_other_recipes_do_not_train_together(shards, tmp_path):
     assert sum("Start all ranks" in text for text in told) == 1 and not (tmp_path / "tiny").exists()
 
 
+@pytest.mark.long
 def test_ranks_with_other_code_do_not_train_together(shards, tmp_path):
     recipe = tmp_path / "r.yaml"
     engine = {"kind": "ddp", "device": "cpu", "precision": "fp32"}
