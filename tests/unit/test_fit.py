@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from evals.encoders.loading import load_encoder
 from sparo_data.writer import write_shards
 from sparo_train.core.disk import metrics
 from sparo_train.core.disk.checkpoint_store import CheckpointStore
-from sparo_train.core.errors import ConfigError, TrainingError
+from sparo_train.core.errors import CheckpointError, ConfigError, TrainingError
+from sparo_train.models.clip_model import Clip
 from sparo_train.train.fit import fit
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.runs import assert_bit_equal, run
@@ -100,9 +102,6 @@ def test_resized_positions_leave_the_programs_logging_alone(shards, tmp_path, pl
     before = list(logging.getLogger().handlers)
     logging.getLogger().handlers[:] = []
     try:
-        from evals.encoders.loading import load_encoder
-        from sparo_train.models.clip_model import Clip
-
         model = load_encoder(plain).model
         assert isinstance(model, Clip)
         state = model.state_dict()
@@ -112,6 +111,13 @@ def test_resized_positions_leave_the_programs_logging_alone(shards, tmp_path, pl
         assert resized.shape == positions.shape and not logging.getLogger().handlers
     finally:
         logging.getLogger().handlers[:] = before
+
+
+def test_a_file_of_a_run_folder_is_answered_with_the_folder(plain):
+    with pytest.raises(
+        CheckpointError, match=f"config.yaml: is not a file of weights. Name the folder of the run: {plain}"
+    ):
+        load_encoder(f"{plain}/config.yaml")
 
 
 def test_records_begin_with_kind_and_step(plain):

@@ -181,6 +181,10 @@ def read_raw(path: str | Path) -> Any:
             return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None and (path.parent / "checkpoints").is_dir():
+            raise CheckpointError(
+                f"{path}: is not a file of weights. Name the folder of the run: {path.parent}"
+            ) from None
         if named is None:
             raise CheckpointError(f"{path}: not a torch checkpoint (is it a web page, or a git-lfs pointer?)") from None
         raise CheckpointError(
