@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -125,9 +126,10 @@ def _write_dataset(out: Path, rows: Iterator[Row], per_file: int) -> None:
             for row in rows:
                 yield {**_columns(row), "image": {"bytes": row.image, "path": None}}
 
-        # Without a fingerprint, the library would hash the generator, and with it the source.
+        # Otherwise, the library would hash the generator, and with it the source. Unique, because a run compares it to
+        # notice changed data.
         whole: Any = datasets.Dataset.from_generator(
-            examples, features=features, cache_dir=cache, fingerprint=out.name, writer_batch_size=_ROWS
+            examples, features=features, cache_dir=cache, fingerprint=uuid.uuid4().hex, writer_batch_size=_ROWS
         )
         whole.save_to_disk(out, num_shards=-(-len(whole) // per_file))
 

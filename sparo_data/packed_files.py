@@ -1,7 +1,7 @@
 """Writers of MosaicML's MDS and Lightning's LitData.
 
-Their libraries need versions of other packages that this project does not support. The formats are described in
-sparo_train/data/rows/packed.py.
+MDS's library needs versions of other packages that this project does not support. Both formats have the same outline,
+which sparo_train/data/rows/packed.py describes, so LitData needs no library either.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class OpenClipEncoder(TwoTowerEncoder, DenseEncoder):
                 )
                 if state:  # open_clip only accepts a path
                     open_clip.load_checkpoint(built[0], f"{weights}?state={state}")
+                tokenizer = open_clip.get_tokenizer(name)
         except (OSError, RuntimeError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{label}: open_clip cannot load it ({str(error)[:300]})") from None
         model, transform = built[0], built[2]
@@ -84,8 +85,7 @@ class OpenClipEncoder(TwoTowerEncoder, DenseEncoder):
             transform: Any = image_transform_v2(settings, is_train=False)
         pixels = LibraryPixels(transform.transforms, label)
         super().__init__(model, pixels.mean, pixels.std, label)
-        self.transform, tokenizer = pixels, open_clip.get_tokenizer(name)
-        self.tokenize = tokenizer
+        self.transform, self.tokenize = pixels, tokenizer
         size = model.visual.image_size
         self.image_size = size if isinstance(size, int) else size[0]
         text = model.text

@@ -20,6 +20,7 @@ from sparo_train.core.files import read_json, read_text, suggest_path
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.registries import CHECKPOINTS, ENCODERS
+from sparo_train.core.torch_settings import standard_settings
 from sparo_train.data.decode.bands import PixelRange
 from sparo_train.data.sources.base import DataConfig
 from sparo_train.models.clip_config import ClipConfig
@@ -75,7 +76,8 @@ def load_encoder(
     place = find_device(device, "device")
     try:
         # Read the file to its end: one that is truncated in a matrix may have loaded up to there.
-        with torch.random.fork_rng(devices=[]):  # modules draw initial weights, which would change a caller's numbers
+        # The device also for models that are built without memory: their frozen parts are loaded.
+        with torch.device("cpu"), standard_settings():
             encoder = _load(checkpoint if slots is None else f"{checkpoint}?slots={slots}", model).to(str(place))
         refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:

@@ -69,8 +69,7 @@ class CheckpointTeacher:
             raise ConfigError(
                 f"objective.teacher.checkpoint={checkpoint}: no such file. Training reads it at every start. Download it, or change the path."
             )
-        # Models that are built without memory still load a teacher. It must not use random numbers of the student.
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        with torch.device("cpu"):  # models that are built without memory still load a teacher
             self.encoder = load_encoder(checkpoint)
             label, self.module = f"objective.teacher.checkpoint={checkpoint}", self.encoder.model
             size = image_size or self.encoder.image_size

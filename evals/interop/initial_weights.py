@@ -204,8 +204,7 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
         pixels = Normalisation(tuple(file.mean), tuple(file.std))
         refuse_other_pixels(origin, pixels, Normalisation.find(objective))
         return file.weights
-    with torch.random.fork_rng(devices=[]):  # building the other model uses random numbers of this one's generator
-        encoder = load_encoder(checkpoint)
+    encoder = load_encoder(checkpoint)
     source_model = _read_source(encoder)
     state = to_our_names(source_model.state_dict(), origin)
     weights = _with_origin(origin, lambda: objective.remap_encoder_weights(state, source_model))
@@ -282,8 +281,7 @@ def _weights_from_encoder(
 ) -> dict[str, Tensor]:
     """Return one tower's weights from anything that `sparo eval` loads."""
     try:
-        with torch.random.fork_rng(devices=[]):  # as above
-            encoder = load_encoder(source)
+        encoder = load_encoder(source)
     except CheckpointError as error:
         hint = ". For a timm model, write timm:NAME@FILE" if isinstance(tower, TimmTower) else ""
         raise CheckpointError(f"{origin}: {error}{hint}") from None

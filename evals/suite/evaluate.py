@@ -21,6 +21,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError, LostRankError,
 from sparo_train.core.files import disk_error
 from sparo_train.core.recipe.layers import load_recipe
 from sparo_train.core.registries import TASKS
+from sparo_train.core.torch_settings import standard_settings
 from sparo_train.core.world import World
 from sparo_train.train.run_config import TaskConfig as AnyTask
 
@@ -133,6 +134,7 @@ def _available_tasks(checkpoint: str, data: Path | None) -> dict[str, TaskConfig
         return {}
 
 
+@standard_settings()
 def evaluate(
     checkpoint: str | Path | Encoder,
     tasks: str | Sequence[str] | Mapping[str, TaskConfig] | None = None,

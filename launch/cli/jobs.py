@@ -288,11 +288,15 @@ def _check_arguments(arguments: list[str]) -> None:
     if arguments[0] not in group.commands:
         raise ConfigError(f"sparo data {arguments[0]}: {did_you_mean(arguments[0], group.commands)}")
     try:
-        group.commands[arguments[0]].make_context(arguments[0], list(arguments[1:]))
+        parameters = group.commands[arguments[0]].make_context(arguments[0], list(arguments[1:])).params
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's, from wherever typer imports it
             raise
         raise ConfigError(f"sparo data {' '.join(arguments)}: {error.format_message()}") from None  # type: ignore[attr-defined]
+    if (to := parameters.get("to", "shards")) != "shards":
+        raise ConfigError(
+            f"--to {to}: one process writes the whole data set. Run `sparo data convert` without `sparo launch`."
+        )
 
 
 def _exit_with_debug_code(launch_options: LaunchOptions, folders: Sequence[Path]) -> None:

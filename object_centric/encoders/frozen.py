@@ -119,10 +119,7 @@ class FrozenPatches(nn.Module):
         from evals.encoders.loading import load_encoder
 
         self.config = config
-        # Models that are built without weights, for counting, still read these weights. Building a run's model must not
-        # change the random numbers of the rest of this model.
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            encoder = load_encoder(config.checkpoint)
+        encoder = load_encoder(config.checkpoint)
         if not isinstance(encoder, PatchesEncoder):
             raise ConfigError(
                 f"encoder.checkpoint={config.checkpoint}: has no patch tokens. Give a ViT's checkpoint, such as DINO's or timm's."

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..core.config import resolve
 from ..core.contracts import Objective
 from ..core.disk.checkpoint_store import CheckpointStore, newest_step, read_part, read_run_meta
@@ -18,6 +16,7 @@ from ..core.disk.rundir import RunDir, package_versions
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, ConfigError, SparoError, SupersededError
 from ..core.logs import FILE_ONLY, RunLog, logging_to
+from ..core.torch_settings import standard_settings
 from ..core.world import find_world
 from ..data.examples.samples import missing_caption_keys
 from ..data.read.loader import Pipeline
@@ -96,6 +95,7 @@ class Callbacks:
     identity: Callable[[], Mapping[str, Any]] = field(default=dict)
 
 
+@standard_settings()
 def fit(
     config: RunConfig,
     evaluate: MakeEvaluate | None = None,
@@ -122,34 +122,6 @@ def fit(
             f"fit: expected a recipe from sparo.load_recipe, got {type(config).__name__}. Write fit(load_recipe(…))."
         )
     callbacks = callbacks or Callbacks()
-    with _own_settings():
-        return _fit_on_ranks(config, evaluate, callbacks, ranks)
-
-
-@contextmanager
-def _own_settings() -> Iterator[None]:
-    """Replace settings of torch in the calling program that would train another model.
-
-    Raises:
-        ConfigError: torch's default device is not the CPU.
-    """
-    if (device := torch.get_default_device().type) != "cpu":
-        raise ConfigError(
-            f"fit: torch's default device must be cpu, got {device}. Choose the device with engine.device instead of "
-            "torch.set_default_device or `with torch.device`."
-        )
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-def _fit_on_ranks(
-    config: RunConfig, evaluate: MakeEvaluate | None, callbacks: Callbacks, ranks: Ranks | None
-) -> Outcome:
     own_ranks = ranks or build_ranks(config.engine, config.world_size, find_world(), config.folder)
     try:
         run, pipeline = _prepare(config, own_ranks, callbacks.identity)

@@ -94,6 +94,17 @@ def test_the_mean_over_ranks_is_the_global_batch(world_size, kind, exchange):
         assert torch.equal(torch.cat(correct), (image @ text.T).argmax(1) == torch.arange(12))
 
 
+def _second_derivative(_ranks, image, text):
+    mine = leaves(image, text)
+    total = contrastive(*mine, loss=LOSSES.get("softmax")(exchange="gather")).total
+    with pytest.raises(NotImplementedError, match="Gather: expected first derivatives only"):
+        torch.autograd.grad(total, mine[:1], create_graph=True)
+
+
+def test_second_derivatives_of_gathered_encodings_are_refused():
+    run_ranks(2, _second_derivative, *features(4, 8))
+
+
 def on_rank_in_bf16(ranks, image, text, kind, exchange):
     sent = []
     with pytest.MonkeyPatch.context() as patch:

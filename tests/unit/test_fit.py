@@ -7,17 +7,23 @@ import threading
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from evals.encoders.loading import load_encoder
+from evals.suite.evaluate import evaluate
 from sparo_data.writer import write_shards
+from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.disk.checkpoint_store import CheckpointStore
 from sparo_train.core.errors import CheckpointError, ConfigError, TrainingError
 from sparo_train.models.clip_model import Clip
 from sparo_train.train.fit import fit
+from sparo_train.train.run_config import EvalConfig
+from tests.helpers.processes import THREADS
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.runs import assert_bit_equal, run
 from tests.helpers.samples import sample
+from tests.unit.test_knn import labelled
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +35,7 @@ def shards(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(shards, tmp_path_factory):
     """A run in a program that changes nothing."""
+    torch.set_num_threads(THREADS)  # as in a test, because another number gives other rounding errors
     config = run(tiny_recipe(shards, tmp_path_factory.mktemp("plain"), steps=4))
     fit(config)
     return config.folder
@@ -53,11 +60,35 @@ def test_settings_of_the_program_do_not_change_the_model(shards, tmp_path, plain
     assert_bit_equal(config.folder, plain, 4)
 
 
-def test_another_default_device_is_refused(shards, tmp_path):
+def test_another_default_device_is_refused(shards, tmp_path, plain):
     config = recipe(shards, tmp_path)
-    with torch.device("meta"), pytest.raises(ConfigError, match="default device must be cpu, got meta"):
+    with torch.device("meta"), pytest.raises(ConfigError, match="default device: expected cpu, got meta"):
         fit(config)
     assert not config.folder.exists()
+    with torch.device("meta"), pytest.raises(ConfigError, match="default device: expected cpu, got meta"):
+        evaluate(plain, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_settings_of_the_program_do_not_change_encodings(plain, dtype):
+    image = [Image.new("RGB", (32, 32), "red")]
+    expected = load_encoder(plain).images(image)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            encoder = load_encoder(plain)
+        assert torch.equal(encoder.images(image), expected) and not encoder.model.logit_scale.is_inference()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_probes_are_trained_where_gradients_are_disabled(shards, tmp_path, plain):
+    place = labelled(tmp_path / "set", 24, 0)
+    probe = {"task": "attentive_probe", "train": place, "test": place, "epochs": 1, "head": {"kind": "gap"}}
+    tasks = resolve(EvalConfig, {"tasks": {"a": probe}}, "x").tasks
+    expected = evaluate(load_encoder(plain), tasks)["a"].metrics
+    with torch.inference_mode():
+        assert evaluate(load_encoder(plain), tasks)["a"].metrics == expected
 
 
 def test_a_thread_trains_like_the_main_thread(shards, tmp_path, plain):

@@ -113,6 +113,13 @@ def test_the_debug_cluster_runs_in_this_process_and_returns_its_code(recipe, tmp
     assert seen["state"] == "FAILED" and "/nowhere" in seen["reason"]
 
 
+def test_a_conversion_that_cannot_be_divided_is_not_launched(tmp_path):
+    words = ("launch", "data", "convert", "in", "out", "--to", "mds", "--parts", "2", "--cluster", "debug")
+    done = sparo(*words, cwd=tmp_path)
+    assert done.returncode == 2 and "--to mds: one process writes the whole data set" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path / "runs", steps=3, eval={"tasks": eval_sets(tmp_path / "sets")})
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))

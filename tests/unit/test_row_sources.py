@@ -250,6 +250,11 @@ def test_shards_are_converted_to_every_format_and_back(to, tmp_path):
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     done = sparo("data", "convert", str(tmp_path / "shards"), there, "--to", to, "--per-shard", "5")
     assert done.returncode == 0 and "left out: 1 samples (missing image)" in done.stderr, done.stderr
+    if to == "dataset":  # another set in a folder of the same name is other data
+        again = write_rows(opened({"shards": str(tmp_path / "shards")}), tmp_path / "elsewhere/there", to, 5)
+        assert again.train == COUNT
+        ours, theirs = (opened({"dataset": str(p)}).storages[0].digest() for p in (there, tmp_path / "elsewhere/there"))
+        assert ours != theirs
     place = f"{there}/table.tsv" if to == "table" else there
     assert f"sparo data check {place}" in done.stdout
     checked = sparo("data", "check", place)
